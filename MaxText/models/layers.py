@@ -1,0 +1,121 @@
+"""Building blocks shared by the models: one way to declare a parameter, linear layers and norms.
+
+A parameter is declared once, with shape, storage type, logical axis names and initialiser. Names, not mesh axes: the rules in
+base.yml (`logical_axis_rules`) map them to the mesh, so the models say nothing about parallelism.
+
+Repeated blocks are not vmapped. A block made with `stack=L` declares every parameter with a leading 'layers' axis of length L;
+the forward pass scans over that axis and runs the same code on one layer's slice.
+
+Dimensions: E width in, O width out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
+
+
+def zeros(key, shape, dtype):
+  del key
+  return jnp.zeros(shape, dtype)
+
+
+def ones(key, shape, dtype):
+  del key
+  return jnp.ones(shape, dtype)
+
+
+def normal(stddev: float) -> Initializer:
+  """Gaussian of mean 0 and the given standard deviation."""
+  return lambda key, shape, dtype: (stddev * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
+
+
+def fan_in(num_inputs: int) -> Initializer:
+  """Gaussian whose variance is 1 / num_inputs, which keeps the scale of unit-variance inputs."""
+  return normal(1.0 / math.sqrt(num_inputs))
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamMaker:
+  """Declares parameters. One object carries what all parameters of a module share.
+
+  Attributes:
+    rngs: random streams of the initialisers.
+    dtype: what the layers compute in.
+    weight_dtype: what the weights are stored in; norms and modulation tables stay float32 (`float32=True`).
+    stack: None, or the number of layers that share this declaration (a leading 'layers' axis).
+  """
+
+  rngs: nnx.Rngs
+  dtype: Any = jnp.float32
+  weight_dtype: Any = jnp.float32
+  stack: int | None = None
+
+  def stacked(self, num_layers: int) -> ParamMaker:
+    return dataclasses.replace(self, stack=num_layers)
+
+  def __call__(self, shape, axes, init: Initializer, *, float32: bool = False) -> nnx.Param:
+    """Returns an `nnx.Param` of `shape` with one logical name (or None) a dimension in its metadata `axes`."""
+    if len(shape) != len(axes):
+      raise ValueError(f"a parameter of shape {shape} needs {len(shape)} axis names, got {axes}")
+    if self.stack is not None:
+      shape, axes = (self.stack, *shape), ("layers", *axes)
+    dtype = jnp.float32 if float32 else self.weight_dtype
+    return nnx.Param(init(self.rngs.params(), tuple(shape), dtype), axes=tuple(axes))
+
+
+class Linear(nnx.Module):
+  """y = x @ kernel + bias, computed in `dtype`; kernel [E, O]."""
+
+  def __init__(self, make: ParamMaker, num_in: int, num_out: int, axes=(None, None), *, bias: bool = True,
+               init: Initializer | None = None, float32: bool = False):
+    self.dtype = jnp.float32 if float32 else make.dtype
+    self.kernel = make((num_in, num_out), axes, init or fan_in(num_in), float32=float32)
+    self.bias = make((num_out,), (axes[1],), zeros, float32=float32) if bias else None
+
+  def __call__(self, x):
+    y = jnp.dot(x.astype(self.dtype), self.kernel[...].astype(self.dtype))
+    return y if self.bias is None else y + self.bias[...].astype(self.dtype)
+
+
+class RMSNorm(nnx.Module):
+  """x / rms(x) · scale over the last dimension, in float32, returned in the input's type."""
+
+  def __init__(self, make: ParamMaker, width: int, eps: float = 1e-6, axis: str | None = "norm"):
+    self.eps = eps
+    self.scale = make((width,), (axis,), ones, float32=True)
+
+  def __call__(self, x):
+    x32 = x.astype(jnp.float32)
+    y = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
+    return (y * self.scale[...]).astype(x.dtype)
+
+
+def layer_norm(x, eps: float, scale=None, bias=None):
+  """Zero mean and unit variance over the last dimension, in float32; float32 out."""
+  x32 = x.astype(jnp.float32)
+  centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+  y = centred * jax.lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + eps)
+  if scale is not None:
+    y = y * scale + bias
+  return y
+
+
+class LayerNorm(nnx.Module):
+  """Layer norm with learned scale and bias, in float32; float32 out."""
+
+  def __init__(self, make: ParamMaker, width: int, eps: float = 1e-6):
+    self.eps = eps
+    self.scale = make((width,), ("norm",), ones, float32=True)
+    self.bias = make((width,), ("norm",), zeros, float32=True)
+
+  def __call__(self, x):
+    return layer_norm(x, self.eps, self.scale[...], self.bias[...])
