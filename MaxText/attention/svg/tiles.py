@@ -1,6 +1,6 @@
 """Which tiles of the attention matrix a mask touches, and how many pairs it keeps: exact integer arithmetic in numpy.
 
-A tile is block_q queries × block_kv keys in the head's own orders (masks.query_order, masks.key_order). Everything here is
+A tile is block_q queries × block_kv keys in the orders of masks.query_order and masks.key_order. Everything here is
 static: made once a mask, cached, and independent of which head turns out to be spatial or temporal.
 
 Legend: S tokens, nq × nk tiles. Tables are uint8 [nq, nk] of EMPTY, BOUNDARY, FULL.
@@ -63,7 +63,7 @@ def _frozen(array: np.ndarray) -> np.ndarray:
   return array
 
 
-def _mark(keep: np.ndarray, full: np.ndarray, mask: HeadMask, blocks: tuple[int, int], ragged_queries: bool) -> np.ndarray:
+def _mark(keep: np.ndarray, full: np.ndarray, mask: HeadMask, blocks: tuple[int, int], ragged_queries: bool):
   """Table of kept tiles; a tile that reaches past the sequence is BOUNDARY because its padding has to be masked."""
   table = np.where(keep, np.where(full, FULL, BOUNDARY), EMPTY).astype(np.uint8)
   if mask.num_tokens % blocks[1]:
