@@ -21,8 +21,10 @@ from flax import nnx
 from MaxText.attention import Attention, Grid
 from MaxText.attention.dot_product import dot_product_attention
 from MaxText.models.layers import LayerNorm, Linear, ParamMaker, RMSNorm, layer_norm, normal
+from MaxText.parallel import sharding
 
 ROPE_THETA = 10_000.0
+TOKENS = (sharding.BATCH, sharding.LENGTH, sharding.EMBED)  # logical names of x_BSE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,7 +240,7 @@ class WanTransformer(nnx.Module):
     graphdef, stacked = nnx.split(self.blocks.attn2)
 
     def layer(_, state):
-      attn2 = nnx.merge(graphdef, state)
+      attn2 = sharding.gather(nnx.merge(graphdef, state))
       return None, (attn2.key(text_BTE), attn2.value(text_BTE))
 
     return jax.lax.scan(layer, None, stacked)[1]
@@ -262,6 +264,7 @@ class WanTransformer(nnx.Module):
     rotary = tuple(jnp.asarray(table) for table in rotary_tables(grid, cfg.head_dim))
     with jax.named_scope("embed"):
       x_BSE = self.patch_embedding(patchify(latents_BFHWC.astype(self.dtype), cfg.patch_size))
+      x_BSE = sharding.constrain(x_BSE, TOKENS)
       embedding_BE, modulation_B6E = self.condition_embedder.time(timestep_B)
     no_routes = jnp.zeros((x_BSE.shape[0], cfg.num_heads), bool)
     graphdef, stacked = nnx.split(self.blocks)
@@ -277,8 +280,8 @@ class WanTransformer(nnx.Module):
           return dense(q, k, v)
         return jax.lax.cond(use_sparse, lambda q, k, v: sparse_attention.with_routes(q, k, v, grid), dense, q, k, v)
 
-      block = nnx.merge(graphdef, state)
-      return block(x_BSE, modulation_B6E, rotary, text_kv, self_attention, cross_attention)
+      block = sharding.gather(nnx.merge(graphdef, state))
+      return block(sharding.constrain(x_BSE, TOKENS), modulation_B6E, rotary, text_kv, self_attention, cross_attention)
 
     if sparse_layers_L is None:
       sparse_layers_L = jnp.zeros(cfg.num_layers, bool)
