@@ -1,0 +1,51 @@
+"""The text of --help: what a command does, examples, how values are found, and every key in groups."""
+
+from __future__ import annotations
+
+import textwrap
+
+from MaxText import config_types
+
+WIDTH = 122
+
+# command → what it does, examples, groups of keys that it reads
+COMMANDS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
+    "decode": (
+        "Generates videos from prompts with a Wan model.",
+        ('configs/video.yml attention=svg load_parameters_path=FOLDER prompt="a red ball rolls over the snow"',
+         "configs/video.yml model_name=wan2.1-t2v-14b load_parameters_path=FOLDER prompts_file=prompts.txt svg_schedule=conservative",
+         'configs/video.yml init_random_weights=true num_frames=17 prompt="a test" dry_run=true'),
+        ("run", "sampling", "attention", "memory", "mesh", "architecture")),
+    "convert_checkpoint": (
+        "Converts a Wan model to our Orbax checkpoint, or an Orbax checkpoint back to a Diffusers folder.",
+        ("configs/video.yml load_parameters_path=DIFFUSERS_FOLDER convert_to=orbax converted_path=CHECKPOINT",
+         "configs/video.yml load_parameters_path=CHECKPOINT convert_to=diffusers converted_path=FOLDER"),
+        ("run", "conversion", "memory", "architecture")),
+    "benchmark_attention": (
+        "Times every attention kernel on one shape: measured where the device is there, else estimated from the compiled schedule.",
+        ("configs/video.yml model_name=wan2.1-t2v-14b",
+         "configs/video.yml model_name=wan2.1-t2v-14b compile_topology=v6e:2x4 svg_density=0.35"),
+        ("run", "benchmark", "sampling", "attention", "mesh", "architecture")),
+}
+
+
+def help_text(command: str) -> str:
+  """Returns the whole help of a command."""
+  purpose, examples, groups = COMMANDS.get(command, (f"The {command} command.", ("configs/video.yml",), tuple(config_types.GROUPS)))
+  program = f"python -m MaxText.{command}"
+  lines = [f"usage: {program} CONFIG.yml [key=value ...]", "", purpose, "", "examples:"]
+  lines += [f"  {program} {example}" for example in examples]
+  lines += ["", *textwrap.wrap(
+      "A value is found in this order, the last one wins: configs/base.yml, CONFIG.yml, configs/models/<model_name>.yml, the weights "
+      "folder, the environment (M_HEIGHT=480 sets height), key=value. configs/base.yml explains each key's trade-off. Text is taken "
+      "literally, other values are YAML: svg_density=[0.5,0.2]. Exit status: 0 on success, 2 on a bad config or input, 1 otherwise.",
+      WIDTH)]
+  for group in groups:
+    lines += ["", f"{group}: {config_types.GROUPS[group]}"]
+    for key in config_types.keys_of(group):
+      field = config_types.KEYS[key]
+      default = config_types.as_yaml(field.default)
+      head = f"  {key}={default}" if len(default) < 40 else f"  {key}=[…]"
+      lines += textwrap.wrap(f"{field.description} ({config_types.expected(key)})", WIDTH, initial_indent=f"{head:<38}  ",
+                             subsequent_indent=" " * 40, break_long_words=False)
+  return "\n".join(lines)
