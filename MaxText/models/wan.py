@@ -24,7 +24,7 @@ from MaxText.models.layers import LayerNorm, Linear, ParamMaker, RMSNorm, layer_
 from MaxText.parallel import sharding
 
 ROPE_THETA = 10_000.0
-TOKENS = (sharding.BATCH, sharding.LENGTH, sharding.EMBED)  # logical names of x_BSE
+TOKENS = (sharding.BATCH, sharding.TOKENS, None)  # logical names of x_BSE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,7 +263,7 @@ class WanTransformer(nnx.Module):
     grid = cfg.token_grid(*latents_BFHWC.shape[1:4])
     rotary = tuple(jnp.asarray(table) for table in rotary_tables(grid, cfg.head_dim))
     with jax.named_scope("embed"):
-      x_BSE = self.patch_embedding(patchify(latents_BFHWC.astype(self.dtype), cfg.patch_size))
+      x_BSE = sharding.gather(self.patch_embedding)(patchify(latents_BFHWC.astype(self.dtype), cfg.patch_size))
       x_BSE = sharding.constrain(x_BSE, TOKENS)
       embedding_BE, modulation_B6E = self.condition_embedder.time(timestep_B)
     no_routes = jnp.zeros((x_BSE.shape[0], cfg.num_heads), bool)
@@ -290,5 +290,6 @@ class WanTransformer(nnx.Module):
     with jax.named_scope("unembed"):
       shift, scale = (self.scale_shift_table[...][i] + embedding_BE[:, None] for i in range(2))
       x_BSE = (layer_norm(x_BSE, cfg.eps) * (1 + scale) + shift).astype(x_BSE.dtype)
-      velocity = unpatchify(self.proj_out(x_BSE).astype(jnp.float32), grid, cfg.patch_size)
+      patches_BSP = sharding.gather(self.proj_out)(sharding.constrain(x_BSE, TOKENS)).astype(jnp.float32)
+      velocity = unpatchify(patches_BSP, grid, cfg.patch_size)
     return velocity, temporal_LBN
