@@ -1,6 +1,7 @@
 """Rules that join several keys, decided before anything is loaded or compiled.
 
-Every check returns problems in words: the key, its value, what is allowed, and the fix. A flag that would do nothing is a problem too.
+Every check yields problems in words: the key, its value, what is allowed, and the fix. A flag that would do nothing is a
+problem too.
 """
 
 from __future__ import annotations
@@ -11,21 +12,22 @@ import os
 import pathlib
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from MaxText import config_types
+
 if TYPE_CHECKING:
   from MaxText.pyconfig import Config
 
-MESH_AXES = ("data", "fsdp", "context", "tensor")
 SVG_PRESETS = ("conservative", "moderate", "aggressive")
 
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-  """What a check looks at: the config, the command it is for, and which keys the user set by command line or environment."""
+  """What a check looks at: the config, the command, and the keys that the user set by command line or environment."""
 
   config: Config
   command: str
@@ -54,14 +56,15 @@ def _architecture(facts: Facts) -> Iterator[str]:
   if c.freq_dim % 2:
     yield f"freq_dim={c.freq_dim}: must be even (sines and cosines); use {c.freq_dim + 1}"
   if c.text_dim != c.text_d_model:
-    yield f"text_dim={c.text_dim} differs from text_d_model={c.text_d_model}: the transformer reads what the text encoder writes"
+    yield (f"text_dim={c.text_dim} differs from text_d_model={c.text_d_model}: the transformer reads what the text "
+           "encoder writes, so they must be equal")
   for key, channels in (("in_channels", c.in_channels), ("out_channels", c.out_channels)):
     if channels != c.vae_z_dim:
-      yield (f"{key}={channels} differs from vae_z_dim={c.vae_z_dim}: text-to-video models read and predict the VAE's latents "
-             "(image-to-video models are not supported)")
+      yield (f"{key}={channels} differs from vae_z_dim={c.vae_z_dim}: text-to-video models read and predict the VAE's "
+             "latents (image-to-video models are not supported)")
   if not c.vae_dim_mult or len(c.vae_temporal_downsample) != len(c.vae_dim_mult) - 1:
-    yield (f"vae_temporal_downsample has {len(c.vae_temporal_downsample)} entries: vae_dim_mult has {len(c.vae_dim_mult)} stages "
-           "and needs one entry between each two")
+    yield (f"vae_temporal_downsample has {len(c.vae_temporal_downsample)} entries: the {len(c.vae_dim_mult)} stages of "
+           f"vae_dim_mult need {max(0, len(c.vae_dim_mult) - 1)}, one between each two")
   if c.text_num_buckets % 4:
     yield f"text_num_buckets={c.text_num_buckets}: must be a multiple of 4; use {_around(c.text_num_buckets, 4)}"
 
@@ -70,10 +73,11 @@ def _size(facts: Facts) -> Iterator[str]:
   c = facts.config
   frame_step, pixel_step = c.vae_strides
   if (c.num_frames - 1) % frame_step:
-    yield (f"num_frames={c.num_frames}: must be {frame_step}n+1, because the first frame stands alone and each latent frame holds "
-           f"{frame_step} more; nearest valid: {_around(c.num_frames, frame_step, 1)}")
+    yield (f"num_frames={c.num_frames}: must be {frame_step}n+1 (the first frame stands alone, each further latent frame "
+           f"holds {frame_step}); nearest valid: {_around(c.num_frames, frame_step, 1)}")
   elif c.latent_grid[0] % c.patch_size[0]:
-    yield f"num_frames={c.num_frames}: gives {c.latent_grid[0]} latent frames, no multiple of patch_size[0]={c.patch_size[0]}"
+    yield (f"num_frames={c.num_frames}: gives {c.latent_grid[0]} latent frames, which is no multiple of "
+           f"patch_size[0]={c.patch_size[0]}")
   for key, value, patch in (("height", c.height, c.patch_size[1]), ("width", c.width, c.patch_size[2])):
     step = pixel_step * patch
     if value % step:
@@ -86,9 +90,11 @@ def _experts(facts: Facts) -> Iterator[str]:
   experts = f"the model has {c.num_experts} expert{'s' if c.num_experts > 1 else ''}"
   for key, value in (("guidance_scale", c.guidance_scale), ("svg_density", c.svg_density)):
     if isinstance(value, tuple) and len(value) != c.num_experts:
-      yield f"{key}={list(value)}: has {len(value)} entries, but {experts}; give one number, or one an expert (high noise first)"
+      yield (f"{key}={list(value)}: has {len(value)} entries, but {experts}; give one number, or one an expert "
+             "(high noise first)")
   if c.num_experts == 2 and c.boundary_ratio is None:
-    yield f"boundary_ratio=null: {experts}, so give the noise level at which the second takes over (0.875 for Wan 2.2 T2V A14B)"
+    yield (f"boundary_ratio=null: {experts}, so give the noise level at which the second takes over "
+           "(0.875 for Wan 2.2 T2V A14B)")
   if c.num_experts == 1 and c.boundary_ratio is not None and "boundary_ratio" in facts.user_keys:
     yield f"boundary_ratio={c.boundary_ratio}: {experts}, so it would do nothing; leave it out"
 
@@ -117,7 +123,8 @@ def _svg(facts: Facts) -> Iterator[str]:
     yield (f"svg_sink_frames={c.svg_sink_frames}: num_frames={c.num_frames} has only {frames} latent frames; "
            f"must be 0 to {frames}")
   if c.svg_routing != "dynamic" and "svg_num_sampled_queries" in facts.user_keys:
-    yield f"svg_num_sampled_queries: would do nothing with svg_routing={c.svg_routing}; leave it out, or use svg_routing=dynamic"
+    yield (f"svg_num_sampled_queries: would do nothing with svg_routing={c.svg_routing}; leave it out, or use "
+           "svg_routing=dynamic")
   if c.svg_schedule not in SVG_PRESETS and not pathlib.Path(c.svg_schedule).expanduser().is_file():
     yield (f"svg_schedule={c.svg_schedule}: is neither {', '.join(SVG_PRESETS)} nor a file; "
            "a file of your own is YAML with step and layer intervals")
@@ -141,23 +148,16 @@ def _dense(facts: Facts) -> Iterator[str]:
 
 def _mesh(facts: Facts) -> Iterator[str]:
   c = facts.config
-  sizes = {f"{link}_{axis}_parallelism": getattr(c, f"{link}_{axis}_parallelism") for link in ("ici", "dcn") for axis in MESH_AXES}
-  for key, size in sizes.items():
-    if size == 0:
-      yield f"{key}=0: must be at least 1, or -1 to take the devices that are left"
+  sizes = {key: getattr(c, key) for key in config_types.keys_of("mesh") if key.endswith("_parallelism")}
   for link in ("ici", "dcn"):
     open_keys = [key for key, size in sizes.items() if key.startswith(link) and size == -1]
     if len(open_keys) > 1:
-      yield f"{' and '.join(open_keys)} are all -1: only one of the {link}_* sizes can be inferred; give the others a number"
-  for name, axes in c.logical_axis_rules:
-    for axis in (axes,) if isinstance(axes, str) else axes or ():
-      if axis not in MESH_AXES:
-        yield f"logical_axis_rules: {name!r} names mesh axis {axis!r}; there are {', '.join(MESH_AXES)}"
+      yield f"{' and '.join(open_keys)} are all -1: only one {link}_* size can be inferred; give the others a number"
   if c.context_parallel_strategy == "ulysses":
     yield from _ulysses(c, _axis(sizes, "context"), _axis(sizes, "tensor"))
   elif _axis(sizes, "context") > 1:
-    yield (f"context parallelism of {_axis(sizes, 'context')} with context_parallel_strategy=none: attention could not cross the "
-           "context axis; add context_parallel_strategy=ulysses, or set ici_context_parallelism=1")
+    yield (f"ici_context_parallelism={_axis(sizes, 'context')} with context_parallel_strategy=none: attention could not "
+           "cross the context axis; add context_parallel_strategy=ulysses, or set ici_context_parallelism=1")
 
 
 def _axis(sizes: Mapping[str, int], axis: str) -> int:
@@ -175,7 +175,7 @@ def _ulysses(c: Config, context: int, tensor: int) -> Iterator[str]:
   choices = f"context sizes that divide heads and tokens: {', '.join(map(str, fits))}; spread the rest over data or fsdp"
   if heads // tensor % context:
     share = f" / {tensor} (tensor parallelism)" if tensor > 1 else ""
-    yield f"ici_context_parallelism={context}: does not divide num_heads={heads}{share}, which ulysses shares out; {choices}"
+    yield f"ici_context_parallelism={context}: does not divide num_heads={heads}{share}, which ulysses spreads; {choices}"
   elif tokens % context:
     yield (f"ici_context_parallelism={context}: does not divide the {tokens} tokens of {c.height}×{c.width}, "
            f"{c.num_frames} frames; {choices}")
@@ -211,15 +211,16 @@ def _files(facts: Facts) -> Iterator[str]:
     if isinstance(array, str):
       yield array
     elif array.shape != shape or array.dtype != np.float32:
-      yield (f"{key}={path}: holds {array.dtype} {list(array.shape)}, but {c.height}×{c.width}, {c.num_frames} frames need "
-             f"float32 {list(shape)} ([channels, frames, height/{c.vae_strides[1]}, width/{c.vae_strides[1]}])")
+      stride = c.vae_strides[1]
+      yield (f"{key}={path}: holds {array.dtype} {list(array.shape)}, but {c.height}×{c.width}, {c.num_frames} frames "
+             f"need float32 {list(shape)} ([channels, latent frames, height/{stride}, width/{stride}])")
     elif not np.isfinite(array).all():
       yield f"{key}={path}: holds NaN or infinite values"
   if c.initial_noise_path is not None and c.latents_path is not None:
     yield "initial_noise_path and latents_path are both set: saved latents are finished and need no noise; keep one"
   if c.initial_noise_path is not None and c.num_videos_per_prompt > 1:
-    yield (f"num_videos_per_prompt={c.num_videos_per_prompt}: all would be the same video, because initial_noise_path fixes "
-           "the noise; leave one of the two out")
+    yield (f"num_videos_per_prompt={c.num_videos_per_prompt}: all would be the same video, because initial_noise_path "
+           "fixes the noise; leave one of the two out")
 
 
 def _loras(facts: Facts) -> Iterator[str]:
@@ -231,11 +232,11 @@ def _loras(facts: Facts) -> Iterator[str]:
   if not paths and "lora_weight" in facts.user_keys:
     yield "lora_weight: would do nothing without lora_path"
   if isinstance(c.lora_weight, tuple) and paths and len(c.lora_weight) != len(paths):
-    yield f"lora_weight={list(c.lora_weight)}: has {len(c.lora_weight)} entries for {len(paths)} LoRA files; give one a file"
+    yield f"lora_weight={list(c.lora_weight)}: has {len(c.lora_weight)} entries for {len(paths)} files; give one a file"
 
 
 def _folder_problem(path: str) -> str | None:
-  """Why folders cannot be made under `path`, or None; tries it in the nearest folder that exists, and leaves nothing behind."""
+  """Why folders cannot be made under `path`, or None; tries it in the nearest existing one, and leaves nothing behind."""
   place = pathlib.Path(path).expanduser().absolute()
   try:
     while not place.exists():
@@ -251,7 +252,8 @@ def _folder_problem(path: str) -> str | None:
 def _output(facts: Facts) -> Iterator[str]:
   c = facts.config
   if re.match(r"[a-z0-9]+://", c.base_output_directory):
-    yield f"base_output_directory={c.base_output_directory}: must be a folder of this machine; mount the bucket and give its folder"
+    yield (f"base_output_directory={c.base_output_directory}: must be a folder of this machine; mount the bucket and "
+           "give its folder")
   elif not c.base_output_directory:
     yield "base_output_directory is empty: give a folder, or . for the current one"
   elif (problem := _folder_problem(c.base_output_directory)) is not None:
@@ -262,7 +264,8 @@ def _output(facts: Facts) -> Iterator[str]:
   if c.resume and not name:
     yield "resume=true: give run_name, the run to continue"
   if c.compile_topology is not None and not re.fullmatch(r"[a-z0-9]+:\d+(x\d+){1,2}", c.compile_topology):
-    yield f"compile_topology={c.compile_topology}: must be a chip and its grid, such as v6e:2x4, v5e:2x4, v5p:2x2x1 or tpu7x:2x2x1"
+    yield (f"compile_topology={c.compile_topology}: must be a chip and its grid, such as v6e:2x4, v5e:2x4, v5p:2x2x1 or "
+           "tpu7x:2x2x1")
 
 
 def _weights(facts: Facts) -> Iterator[str]:
@@ -272,8 +275,8 @@ def _weights(facts: Facts) -> Iterator[str]:
   if c.load_parameters_path is None and facts.command == "convert_checkpoint":
     yield "load_parameters_path is missing: give the folder to convert"
   elif c.load_parameters_path is None and not c.init_random_weights and facts.command == "decode":
-    yield ("no weights: give load_parameters_path=FOLDER (a Wan model in Diffusers format, an original release, or our Orbax "
-           "checkpoint), or init_random_weights=true to run with random weights (the video is noise)")
+    yield ("no weights: give load_parameters_path=FOLDER (a Wan model in Diffusers format, an original release, or our "
+           "Orbax checkpoint), or init_random_weights=true to run with random weights (the video is noise)")
 
 
 def read_prompts_file(path: str) -> tuple[str, ...]:
@@ -306,7 +309,8 @@ def _prompts(facts: Facts) -> Iterator[str]:
   for key, text in (("prompt", c.prompt), ("negative_prompt", c.negative_prompt)):
     if text is not None and not _is_unicode(text):
       yield f"{key}: is not valid UTF-8 text"
-  if facts.command == "decode" and c.prompt is None and c.prompts_file is None and c.latents_path is None and not c.dry_run:
+  given = c.prompt is not None or c.prompts_file is not None or c.latents_path is not None
+  if facts.command == "decode" and not given and not c.dry_run:
     yield 'no prompt: give prompt="what the video shows", or prompts_file=FILE with one prompt a line'
 
 

@@ -13,7 +13,7 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "decode": (
         "Generates videos from prompts with a Wan model.",
         ('configs/video.yml attention=svg load_parameters_path=FOLDER prompt="a red ball rolls over the snow"',
-         "configs/video.yml model_name=wan2.1-t2v-14b load_parameters_path=FOLDER prompts_file=prompts.txt svg_schedule=conservative",
+         "configs/video.yml load_parameters_path=FOLDER prompts_file=prompts.txt attention=svg svg_schedule=conservative",
          'configs/video.yml init_random_weights=true num_frames=17 prompt="a test" dry_run=true'),
         ("run", "sampling", "attention", "memory", "mesh", "architecture")),
     "convert_checkpoint": (
@@ -22,7 +22,7 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
          "configs/video.yml load_parameters_path=CHECKPOINT convert_to=diffusers converted_path=FOLDER"),
         ("run", "conversion", "memory", "architecture")),
     "benchmark_attention": (
-        "Times every attention kernel on one shape: measured where the device is there, else estimated from the compiled schedule.",
+        "Times every attention kernel on one shape: measured on this device, or estimated for another.",
         ("configs/video.yml model_name=wan2.1-t2v-14b",
          "configs/video.yml model_name=wan2.1-t2v-14b compile_topology=v6e:2x4 svg_density=0.35"),
         ("run", "benchmark", "sampling", "attention", "mesh", "architecture")),
@@ -31,14 +31,15 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
 
 def help_text(command: str) -> str:
   """Returns the whole help of a command."""
-  purpose, examples, groups = COMMANDS.get(command, (f"The {command} command.", ("configs/video.yml",), tuple(config_types.GROUPS)))
+  purpose, examples, groups = COMMANDS[command]
   program = f"python -m MaxText.{command}"
   lines = [f"usage: {program} CONFIG.yml [key=value ...]", "", purpose, "", "examples:"]
   lines += [f"  {program} {example}" for example in examples]
   lines += ["", *textwrap.wrap(
-      "A value is found in this order, the last one wins: configs/base.yml, CONFIG.yml, configs/models/<model_name>.yml, the weights "
-      "folder, the environment (M_HEIGHT=480 sets height), key=value. configs/base.yml explains each key's trade-off. Text is taken "
-      "literally, other values are YAML: svg_density=[0.5,0.2]. Exit status: 0 on success, 2 on a bad config or input, 1 otherwise.",
+      "A value is found in this order, the last one wins: configs/base.yml, CONFIG.yml, configs/models/<model_name>.yml, "
+      "the weights folder, the environment (M_HEIGHT=480 sets height), key=value. configs/base.yml explains each key's "
+      "trade-off. Text is taken literally, other values are YAML: svg_density=[0.5,0.2]. Exit status: 0 on success, 2 on "
+      "a bad config or input, 1 otherwise.",
       WIDTH)]
   for group in groups:
     lines += ["", f"{group}: {config_types.GROUPS[group]}"]

@@ -1,7 +1,7 @@
 """Reads keys and values from YAML files, the environment and the command line, each value with where it came from.
 
-Text keys take what is written literally: `prompt=yes`, `prompt=12` and `prompt=a: b` are prompts. All other values are YAML, in the
-reading of YAML 1.2 ("yes" is no boolean, 010 is ten, 1e-6 is a number), because the older rules surprise people.
+Text keys take what is written literally: `prompt=yes`, `prompt=12` and `prompt=a: b` are prompts. All other values are
+YAML, in the reading of YAML 1.2 ("yes" is no boolean, 010 is ten, 1e-6 is a number), because the older rules surprise.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class _Loader(yaml.SafeLoader):
 
 
 _Loader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile(r"^(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""])
-_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
 _Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"^[-+]?[0-9]+$"), list("-+0123456789"))
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
@@ -56,6 +57,11 @@ def _tuples(value: Any) -> Any:
   return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
 
 
+def variable_name(key: str) -> str:
+  """The environment variable that sets a key: M_HEIGHT."""
+  return ENVIRONMENT_PREFIX + key.upper()
+
+
 def shown(path: pathlib.Path) -> str:
   """A path as messages show it: relative to the repository when it lies inside."""
   path = path.resolve()
@@ -64,12 +70,12 @@ def shown(path: pathlib.Path) -> str:
 
 def nearest(word: str, known: Iterable[str]) -> str:
   """", did you mean a or b?" or nothing."""
-  close = difflib.get_close_matches(word.lower(), list(known), n=3, cutoff=0.6)
+  close = difflib.get_close_matches(word, list(known), n=3, cutoff=0.6)
   return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
 def unknown_key(key: str, source: str) -> str:
-  near = nearest(key, config_types.KEYS)
+  near = nearest(key.lower(), config_types.KEYS)
   return f"{source}: unknown key {key!r}{near or '; --help lists the keys'}"
 
 
@@ -144,11 +150,15 @@ def _read_mapping(loader: _Loader, name: str, extra_keys: Sequence[str]) -> dict
   return values
 
 
+def joined(problems: Sequence[str]) -> str:
+  """One message of one or several problems."""
+  return problems[0] if len(problems) == 1 else "\n  - ".join([f"{len(problems)} problems:", *problems])
+
+
 def raise_all(problems: Sequence[str]) -> None:
   """Raises one ConfigError that lists the problems, if there are any."""
   if problems:
-    raise ConfigError(problems[0] if len(problems) == 1 else
-                      f"{len(problems)} problems:\n" + "\n".join(f"  - {problem}" for problem in problems))
+    raise ConfigError(joined(problems))
 
 
 def find_config(path: str, beside: pathlib.Path | None = None) -> pathlib.Path:
@@ -200,11 +210,10 @@ def read_environment(environ: Mapping[str, str]) -> Link:
   for name, text in sorted(environ.items()):
     if not name.startswith(ENVIRONMENT_PREFIX):
       continue
-    key = name[len(ENVIRONMENT_PREFIX):].lower()
+    key = name.removeprefix(ENVIRONMENT_PREFIX).lower()
     if key not in config_types.KEYS:
-      near = [f"{ENVIRONMENT_PREFIX}{k.upper()}" for k in difflib.get_close_matches(key, list(config_types.KEYS), n=3)]
-      problems.append(f"{ENVIRONMENT} {name}: unknown key {key!r}; " + (f"did you mean {' or '.join(near)}?" if near else
-                      f"variables that start with {ENVIRONMENT_PREFIX} set config keys, unset it"))
+      advice = nearest(name, map(variable_name, config_types.KEYS)) or "; unset it"
+      problems.append(f"{ENVIRONMENT} {name}: unknown key {key!r} (variables {ENVIRONMENT_PREFIX}KEY set keys){advice}")
     elif key in values:
       problems.append(f"{ENVIRONMENT} {name}: another variable sets {key} too; keep one")
     else:

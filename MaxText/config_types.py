@@ -1,7 +1,7 @@
 """The schema: every key once, with its type, default, group and one line of documentation.
 
-configs/base.yml lists the same keys with their trade-offs, and a test holds the two equal. `pyconfig` fills the schema from files,
-environment and command line; `config_checks` holds the rules that join several keys.
+configs/base.yml lists the same keys with their trade-offs, and a test holds the two equal. `pyconfig` fills the schema
+from files, environment and command line; `config_checks` holds the rules that join several keys.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NonNegative = Annotated[float, at.Ge(0)]
 Density = Annotated[float, at.Gt(0), at.Le(1)]
 Fraction = Annotated[float, at.Gt(0), at.Lt(1)]
 Seed = Annotated[int, at.Ge(0), at.Le(2**63 - 1)]
-AxisSize = Annotated[int, at.Ge(-1)]
+AxisSize = Literal[-1] | Count
 FloatName = Literal["float32", "bfloat16"]
 AxisRule = tuple[str, str | tuple[str, ...] | None]
 
@@ -45,7 +45,7 @@ DEFAULT_AXIS_RULES: tuple[AxisRule, ...] = (
     ("tokens", "context"),
     ("heads", "tensor"),
     ("mlp", "tensor"),
-    ("embed", "fsdp"),
+    ("embed", ("fsdp", "context")),
     ("vocab", ("fsdp", "tensor")),
     ("conv_in", None),
     ("conv_out", None),
@@ -65,16 +65,21 @@ class Settings(pydantic.BaseModel):
 
   # --- run
   model_name: str = _key("run", "", "a model of configs/models, or empty: the weights folder decides")
-  load_parameters_path: str | None = _key("run", None, "weights: a Diffusers folder, an original Wan release, or our Orbax checkpoint")
+  load_parameters_path: str | None = _key("run", None,
+    "weights: a Diffusers folder, an original Wan release, or our Orbax checkpoint")
   init_random_weights: bool = _key("run", False, "use random weights: for benchmarks and tests, the video is noise")
-  override_model_config: bool = _key("run", False, "let architecture keys differ from the model file or the weights folder")
+  override_model_config: bool = _key("run", False,
+    "let architecture keys differ from the model file or the weights folder")
   base_output_directory: str = _key("run", "outputs", "folder that holds one folder a run")
   run_name: str = _key("run", "", "name of this run's folder; empty makes a fresh one from model, attention and time")
   resume: bool = _key("run", False, "continue an existing run: skip finished videos, make the missing ones")
   dry_run: bool = _key("run", False, "print the plan (tokens, memory, time, what is dense) and stop")
-  log_format: Literal["text", "quiet", "json"] = _key("run", "text", "progress for people, only errors, or one JSON object a line")
-  compile_topology: str | None = _key("run", None, "compile ahead of time for this TPU topology (v6e:2x4) instead of the devices here")
-  jax_cache_dir: str | None = _key("run", "~/.cache/maxtext-video/jax", "keeps compiled programs between runs; null turns it off")
+  log_format: Literal["text", "quiet", "json"] = _key("run", "text",
+    "progress for people, only errors, or one JSON object a line")
+  compile_topology: str | None = _key("run", None,
+    "compile ahead of time for this TPU topology (v6e:2x4) instead of the devices here")
+  jax_cache_dir: str | None = _key("run", "~/.cache/maxtext-video/jax",
+    "keeps compiled programs between runs; null turns it off")
 
   # --- sampling
   prompt: str | None = _key("sampling", None, "what the video shows")
@@ -87,51 +92,56 @@ class Settings(pydantic.BaseModel):
   num_frames: Count = _key("sampling", 81, "frames of the video, 4n+1; 1 makes a picture")
   fps: Positive = _key("sampling", 16.0, "frames a second of the written file")
   num_inference_steps: Count = _key("sampling", 50, "denoising steps")
-  guidance_scale: NonNegative | tuple[NonNegative, ...] = _key(
-      "sampling", 5.0, "classifier-free guidance: one number, or one an expert (high noise first); 1 skips the unconditional half")
+  guidance_scale: NonNegative | tuple[NonNegative, ...] = _key("sampling", 5.0,
+    "classifier-free guidance: one number, or one an expert (high noise first); 1 skips the unconditional half")
   flow_shift: Positive = _key("sampling", 3.0, "shift s of the noise levels, s·σ/(1+(s−1)·σ)")
-  boundary_ratio: Fraction | None = _key("sampling", None, "noise level at which the low-noise expert takes over (two experts only)")
+  boundary_ratio: Fraction | None = _key("sampling", None,
+    "noise level at which the low-noise expert takes over (two experts only)")
   solver: Literal["unipc", "euler"] = _key("sampling", "unipc", "UniPC of order 2 (bh2), or Euler")
   seed: Seed = _key("sampling", 0, "seed of the noise, 0 to 2^63−1")
-  initial_noise_path: str | None = _key("sampling", None, "start from this .npy: float32, [channels, F, height/8, width/8]")
+  initial_noise_path: str | None = _key("sampling", None,
+    "start from this .npy: float32, [channels, F, height/8, width/8]")
   save_latents: bool = _key("sampling", False, "keep the final latents beside the video")
   latents_path: str | None = _key("sampling", None, "decode these saved latents to video again, without denoising")
   compare_dense: bool = _key("sampling", False, "also run dense attention with the same seed, and report PSNR and SSIM")
-  lora_path: str | tuple[str, ...] | None = _key("sampling", None, "one LoRA file or a list of them, merged into the weights")
+  lora_path: str | tuple[str, ...] | None = _key("sampling", None,
+    "one LoRA file or a list of them, merged into the weights")
   lora_weight: float | tuple[float, ...] = _key("sampling", 1.0, "strength of the LoRA: one number, or one a file")
 
   # --- attention
-  attention: Literal["dot_product", "flash", "svg"] = _key(
-      "attention", "flash", "plain and memory-bounded; the fastest dense kernel of the device; or Sparse VideoGen")
-  context_parallel_strategy: Literal["none", "ulysses"] = _key(
-      "attention", "none", "how attention crosses the context axis: not at all, or by all-to-all (heads sharded, tokens whole)")
+  attention: Literal["dot_product", "flash", "svg"] = _key("attention", "flash",
+    "plain and memory-bounded; the fastest dense kernel of the device; or Sparse VideoGen")
+  context_parallel_strategy: Literal["none", "ulysses"] = _key("attention", "none",
+    "how attention crosses the context axis: not at all, or by all-to-all (heads sharded, tokens whole)")
   flash_block_q: Count | None = _key("attention", None, "query tile of the dense kernel; null takes the tuned one")
   flash_block_kv: Count | None = _key("attention", None, "key tile of the dense kernel; null takes the tuned one")
-  svg_schedule: str = _key("attention", "moderate", "conservative, moderate, aggressive, or a YAML file of step and layer intervals")
-  svg_density: Density | tuple[Density, ...] | None = _key(
-      "attention", None, "kept share of the band: one number, or one an expert; null takes the schedule's")
+  svg_schedule: str = _key("attention", "moderate",
+    "conservative, moderate, aggressive, or a YAML file of step and layer intervals")
+  svg_density: Density | tuple[Density, ...] | None = _key("attention", None,
+    "kept share of the band: one number, or one an expert; null takes the schedule's")
   svg_start_step: Index | None = _key("attention", None, "first sparse step; null takes the schedule's")
   svg_end_step: Index | None = _key("attention", None, "step after the last sparse one; null takes the schedule's")
   svg_start_layer: Index | None = _key("attention", None, "first sparse layer; null takes the schedule's")
   svg_end_layer: Index | None = _key("attention", None, "layer after the last sparse one; null takes the schedule's")
   svg_band_width: Index | None = _key("attention", None, "half-width of the band in tokens, in place of a density")
-  svg_sink: Literal["frame", "prefix"] = _key(
-      "attention", "frame", "what every query keeps: the true first frames, or the first keys in the head's own order")
+  svg_sink: Literal["frame", "prefix"] = _key("attention", "frame",
+    "what every query keeps: the true first frames, or the first keys in the head's own order")
   svg_sink_frames: Index = _key("attention", 1, "latent frames in the sink; 0 for none")
   svg_num_sampled_queries: Count = _key("attention", 64, "queries sampled to tell spatial from temporal heads")
-  svg_routing: Literal["dynamic", "spatial", "temporal"] = _key(
-      "attention", "dynamic", "decide each head from its queries and keys, or make all heads one kind")
-  svg_kernel: Literal["naive", "exact", "aligned"] = _key(
-      "attention", "aligned", "mask every tile, mask only boundary tiles, or round the band to whole tiles")
-  svg_layout: Literal["head_local", "pre_exchange", "in_kernel"] = _key(
-      "attention", "head_local", "where temporal heads are permuted: after the exchange, before it, or inside the kernel")
+  svg_routing: Literal["dynamic", "spatial", "temporal"] = _key("attention", "dynamic",
+    "decide each head from its queries and keys, or make all heads one kind")
+  svg_kernel: Literal["naive", "exact", "aligned"] = _key("attention", "aligned",
+    "mask every tile, mask only boundary tiles, or round the band to whole tiles")
+  svg_layout: Literal["head_local", "pre_exchange", "in_kernel"] = _key("attention", "head_local",
+    "where temporal heads are permuted: after the exchange, before it, or inside the kernel")
   svg_block_q: Count | None = _key("attention", None, "query tile of the sparse kernel; null takes the tuned one")
   svg_block_kv: Count | None = _key("attention", None, "key tile of the sparse kernel; null takes the tuned one")
 
   # --- memory
   dtype: FloatName = _key("memory", "bfloat16", "what the networks compute in")
   weight_dtype: FloatName = _key("memory", "bfloat16", "what the weights are stored in")
-  vae_tile_size: Count | None = _key("memory", None, "decode the picture in square tiles of this many pixels; null decodes it whole")
+  vae_tile_size: Count | None = _key("memory", None,
+    "decode the picture in square tiles of this many pixels; null decodes it whole")
   vae_tile_overlap: Index = _key("memory", 64, "pixels that neighbouring tiles share and blend")
 
   # --- mesh
@@ -143,11 +153,15 @@ class Settings(pydantic.BaseModel):
   dcn_fsdp_parallelism: AxisSize = _key("mesh", 1, "slices that share the weights")
   dcn_context_parallelism: AxisSize = _key("mesh", 1, "slices that share the tokens")
   dcn_tensor_parallelism: AxisSize = _key("mesh", 1, "slices that share each matrix product")
-  logical_axis_rules: tuple[AxisRule, ...] = _key("mesh", DEFAULT_AXIS_RULES, "which mesh axes shard which named array dimension")
+  logical_axis_rules: tuple[AxisRule, ...] = _key("mesh", DEFAULT_AXIS_RULES,
+    "which mesh axes shard which named array dimension")
+  sharding_tolerance: NonNegative = _key("mesh", 0.02,
+    "share of a device's weight bytes that may lie above a perfect split")
   debug_sharding: bool = _key("mesh", False, "print the sharding of every parameter")
 
   # --- architecture: the transformer
-  patch_size: tuple[Count, Count, Count] = _key("architecture", (1, 2, 2), "latent frames, rows and columns that make one token")
+  patch_size: tuple[Count, Count, Count] = _key("architecture", (1, 2, 2),
+    "latent frames, rows and columns that make one token")
   num_heads: Count = _key("architecture", 40, "attention heads")
   head_dim: Count = _key("architecture", 128, "dimensions of a head")
   in_channels: Count = _key("architecture", 16, "latent channels read")
@@ -157,14 +171,16 @@ class Settings(pydantic.BaseModel):
   ffn_dim: Count = _key("architecture", 13824, "width of the feed-forward layer")
   num_layers: Count = _key("architecture", 40, "transformer blocks")
   norm_eps: Positive = _key("architecture", 1e-6, "epsilon of the norms")
-  num_experts: Literal[1, 2] = _key("architecture", 1, "one transformer, or a high-noise and a low-noise one")
+  num_experts: Annotated[int, at.Ge(1), at.Le(2)] = _key("architecture", 1,
+    "one transformer, or a high-noise and a low-noise one")
   # --- architecture: the VAE
   vae_base_dim: Count = _key("architecture", 96, "channels of the VAE's first stage")
   vae_z_dim: Count = _key("architecture", 16, "latent channels of the VAE")
-  vae_dim_mult: tuple[Count, ...] = _key("architecture", (1, 2, 4, 4), "channels of each VAE stage as multiples of the first")
+  vae_dim_mult: tuple[Count, ...] = _key("architecture", (1, 2, 4, 4),
+    "channels of each VAE stage as multiples of the first")
   vae_num_res_blocks: Count = _key("architecture", 2, "residual blocks in a VAE stage")
-  vae_temporal_downsample: tuple[bool, ...] = _key(
-      "architecture", (False, True, True), "which VAE stages halve the number of frames")
+  vae_temporal_downsample: tuple[bool, ...] = _key("architecture", (False, True, True),
+    "which VAE stages halve the number of frames")
   # --- architecture: the text encoder
   text_vocab_size: Count = _key("architecture", 256384, "tokens of the text encoder")
   text_d_model: Count = _key("architecture", 4096, "width of the text encoder")
@@ -235,7 +251,8 @@ def _words(option: Any) -> str:
     return _NAMES[option]
   origin, args = typing.get_origin(option), typing.get_args(option)
   if origin is Annotated:
-    limits = [f"{word} {getattr(bound, name)}" for bound in args[1:] for kind, name, word in _BOUNDS if isinstance(bound, kind)]
+    limits = [f"{word} {getattr(bound, name)}" for bound in args[1:] for kind, name, word in _BOUNDS
+              if isinstance(bound, kind)]
     return f"{_words(args[0])}, {' and '.join(limits)}"
   if origin is Literal:
     return ("one of " if len(args) > 1 else "") + ", ".join(str(arg) for arg in args)
@@ -251,8 +268,10 @@ def expected(key: str) -> str:
   """What values the key takes, in words: "a number, above 0 and at most 1, or a list of such"."""
   first, *rest = branches(key)
   words = _words(first)
-  if rest:
+  if may_be_list(key) and rest:
     words += ", or a list of such"
+  elif rest:
+    words += f", or {_words(rest[0])}"
   return words + (", or null" if may_be_none(key) and key not in FREE_TEXT else "")
 
 

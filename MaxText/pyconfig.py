@@ -1,7 +1,8 @@
-"""Configuration: base.yml ← the given YAML ← configs/models/<model_name>.yml ← weights folder ← M_KEY environment ← key=value.
+"""Configuration: base.yml ← given YAML ← configs/models/<model_name>.yml ← weights folder ← environment ← key=value.
 
-`initialize(argv, command)` reads the chain, checks it and returns a frozen `Config` with one attribute a key and, in `sources`,
-where each value came from. `run_main` wraps a command's main: exit status 0 on success, 2 with one message on a bad config or input.
+`initialize(argv, command)` reads the chain, checks it and returns a frozen `Config` with one attribute a key and, in
+`sources`, where each value came from. `run_main` wraps a command's main: exit status 0 on success, 2 with one message on
+a bad config or input.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import pydantic
 
 from MaxText import config_checks, config_reader, config_types
 from MaxText.config_help import help_text
-from MaxText.config_reader import COMMAND_LINE, ENVIRONMENT, Link, raise_all
+from MaxText.config_reader import COMMAND_LINE, ENVIRONMENT, Link, raise_all, variable_name
 from MaxText.config_types import ARCHITECTURE, GROUPS, ConfigError, Settings
 
 if TYPE_CHECKING:
@@ -136,11 +137,10 @@ class Config(Settings):
 
 
 _BASE = "configs/base.yml"
-_WAN_FIELDS = {key: key for key in (
-    "patch_size", "num_heads", "head_dim", "in_channels", "out_channels", "text_dim", "freq_dim", "ffn_dim", "num_layers")}
-_WAN_FIELDS["norm_eps"] = "eps"
-_VAE_FIELDS = {key: key.removeprefix("vae_") for key in config_types.KEYS if key in ARCHITECTURE and key.startswith("vae_")}
-_UMT5_FIELDS = {key: key.removeprefix("text_") for key in config_types.KEYS if key.startswith("text_") and key != "text_dim"}
+# key → field of the model's dataclass
+_VAE_FIELDS = {key: key.removeprefix("vae_") for key in ARCHITECTURE if key.startswith("vae_")}
+_UMT5_FIELDS = {key: key.removeprefix("text_") for key in ARCHITECTURE if key.startswith("text_") and key != "text_dim"}
+_WAN_FIELDS = {key: key.removeprefix("norm_") for key in ARCHITECTURE - {"num_experts", *_VAE_FIELDS, *_UMT5_FIELDS}}
 
 
 def initialize(argv: Sequence[str], command: str = "decode", environ: Mapping[str, str] | None = None) -> Config:
@@ -165,8 +165,9 @@ def initialize(argv: Sequence[str], command: str = "decode", environ: Mapping[st
   files = config_reader.read_chain(argv[0])
   environment = config_reader.read_environment(os.environ if environ is None else environ)
   arguments = config_reader.read_command_line(argv[1:])
-  raise_all([f"{key}: set by {ENVIRONMENT} {config_reader.ENVIRONMENT_PREFIX}{key.upper()}={environment.values[key]} and by the "
-             f"{COMMAND_LINE} ({arguments.values[key]}); unset one" for key in arguments.values if key in environment.values])
+  raise_all([f"{key}: set by the {ENVIRONMENT} ({variable_name(key)}={environment.values[key]}) and by the "
+             f"{COMMAND_LINE} ({key}={value}); keep one" for key, value in arguments.values.items()
+             if key in environment.values])
   values, sources, folder = _resolve(files, [environment, arguments])
   _derive(values, sources)
   config = _typed(values, sources)
@@ -244,14 +245,14 @@ def _resolve(files: list[Link], user: list[Link]) -> tuple[dict[str, Any], dict[
   if chain:
     authority = [link for link in chain if folder is None or link.name.startswith("weights folder")]
     _check_contradictions([base, *authority], [*given, *(chain if folder else []), *user], override)
-  forced = [Link(link.name, {k: v for k, v in link.values.items() if k in ARCHITECTURE}) for link in given] if override else []
+  forced = [Link(link.name, {k: v for k, v in link.values.items() if k in ARCHITECTURE}) for link in given if override]
   values: dict[str, Any] = {}
   sources: dict[str, str] = {}
   for link in [base, *given, *chain, *forced, *user]:
     for key, value in link.values.items():
       over = f" (over {sources[key]}: {config_types.as_yaml(values[key])})" if (
           link in chain and sources.get(key, base.name) != base.name and values[key] != value) else ""
-      variable = f" {config_reader.ENVIRONMENT_PREFIX}{key.upper()}" if link.name == ENVIRONMENT else ""
+      variable = f" {variable_name(key)}" if link.name == ENVIRONMENT else ""
       values[key], sources[key] = value, f"{link.name}{variable}{over}"
   return values, sources, folder
 
@@ -279,10 +280,10 @@ def _derive(values: dict[str, Any], sources: dict[str, str]) -> None:
   _take_latents_size(values, sources)
   for link in ("ici", "dcn"):
     keys = [key for key in config_types.KEYS if key.startswith(f"{link}_") and values[key] == -1]
-    by_base = [key for key in keys if sources[key] == _BASE]
-    if len(keys) == 2 and len(by_base) == 1:
-      other = next(key for key in keys if key not in by_base)
-      values[by_base[0]], sources[by_base[0]] = 1, f"gives way to {other}=-1"
+    for key in keys:
+      chosen = [other for other in keys if sources[other] != _BASE]
+      if chosen and sources[key] == _BASE:
+        values[key], sources[key] = 1, f"gives way to {chosen[0]}=-1"
   if values["run_name"] == "" and values["resume"] is False:
     model = values["model_name"] or pathlib.Path(str(values["load_parameters_path"] or "model")).resolve().name
     values["run_name"] = _fresh_name(str(values["base_output_directory"]), f"{model}_{values['attention']}"[:100])
@@ -303,9 +304,10 @@ def _take_latents_size(values: dict[str, Any], sources: dict[str, str]) -> None:
   """Saved latents say how large their video is, unless the user does."""
   path = values["latents_path"]
   shape = config_checks.read_latents_shape(path) if isinstance(path, str) else None
-  if shape is None or not isinstance(values["vae_dim_mult"], tuple) or not isinstance(values["vae_temporal_downsample"], tuple):
+  stages, halvings = values["vae_dim_mult"], values["vae_temporal_downsample"]
+  if shape is None or not isinstance(stages, tuple) or not isinstance(halvings, tuple):
     return
-  pixel_step, frame_step = 2 ** (len(values["vae_dim_mult"]) - 1), 2 ** sum(values["vae_temporal_downsample"])
+  pixel_step, frame_step = 2 ** (len(stages) - 1), 2 ** halvings.count(True)
   size = {"num_frames": 1 + (shape[1] - 1) * frame_step, "height": shape[2] * pixel_step, "width": shape[3] * pixel_step}
   for key, value in size.items():
     if not sources[key].startswith((COMMAND_LINE, ENVIRONMENT)):
@@ -322,15 +324,17 @@ def _typed(values: Mapping[str, Any], sources: Mapping[str, str]) -> Config:
     return Config(**values)
   except pydantic.ValidationError as error:
     wrong = dict.fromkeys(str(detail["loc"][0]) for detail in error.errors())
-  raise_all([f"{key}={config_types.as_yaml(values[key])} ({sources[key]}): must be {config_types.expected(key)}"
-             f"{config_reader.nearest(str(values[key]), config_types.choices(key)) if config_types.is_text(key) else ''}"
-             for key in wrong])
-  raise AssertionError("pydantic reported an error without a key")
+  problems = []
+  for key in wrong:
+    names = [choice for choice in config_types.choices(key) if isinstance(choice, str)]
+    problems.append(f"{key}={config_types.as_yaml(values[key])} ({sources[key]}): must be {config_types.expected(key)}"
+                    f"{config_reader.nearest(str(values[key]).lower(), names)}")
+  raise ConfigError(config_reader.joined(problems))
 
 
 @contextlib.contextmanager
 def input_errors(about: str = "") -> Iterator[None]:
-  """Turns a ValueError or OSError that the user's input caused into a ConfigError; `about` names the key it belongs to."""
+  """Turns a ValueError or OSError caused by the user's input into a ConfigError; `about` is its key=value."""
   try:
     yield
   except ConfigError:
@@ -341,9 +345,9 @@ def input_errors(about: str = "") -> Iterator[None]:
 
 
 def run_main(main: Callable[[list[str]], None]) -> Callable[..., int]:
-  """Decorates a command's main(argv): returns the exit status, 0 on success, 2 with one message on stderr for a ConfigError.
+  """Decorates a command's main(argv): it returns 0 on success, and 2 with one message on stderr for a ConfigError.
 
-  Other exceptions pass through, so that Python prints their traceback and exits with 1. Ctrl-C gives 1 without a traceback.
+  Other exceptions pass through, so that Python prints their traceback and exits with 1. Ctrl-C gives 1 and no traceback.
   """
 
   @functools.wraps(main)
