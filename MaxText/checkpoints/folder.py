@@ -1,0 +1,78 @@
+"""Opens a folder of Wan weights, whatever its format, and loads parts of it: the two functions that other code uses."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from MaxText.checkpoints import diffusers_folder, names, orbax_folder, original_folder
+from MaxText.checkpoints.contents import Folder
+
+if TYPE_CHECKING:
+  from flax import nnx
+
+__all__ = ["Folder", "load", "open_folder"]
+
+
+def open_folder(path: str) -> Folder:
+  """Opens a folder of weights and checks it, without reading a weight.
+
+  The format is recognised by the files: a Diffusers folder (model_index.json), the original release (config.json, or
+  high_noise_model/ and low_noise_model/), or our own checkpoint (maxtext_checkpoint.json). The architecture comes from
+  the folder's own config files; every name and shape, and the length of every file, is checked against it.
+
+  Args:
+    path: the folder; ~ is expanded.
+
+  Raises:
+    ValueError: one message that says what is wrong with the folder and what to do.
+  """
+  path = os.path.expanduser(path)
+  if not os.path.exists(path):
+    raise ValueError(f"{path}: there is no such folder; download the model and give the path of its folder")
+  if not os.path.isdir(path):
+    raise ValueError(f"{path} is a file; give the folder of the whole model")
+  path = path.rstrip("/") or "/"
+  if os.path.isfile(os.path.join(path, orbax_folder.DESCRIPTION)):
+    return orbax_folder.open_orbax(path)
+  if os.path.isfile(os.path.join(path, diffusers_folder.INDEX)):
+    return diffusers_folder.open_diffusers(path)
+  if original_folder.is_original(path):
+    return original_folder.open_original(path)
+  parent = os.path.dirname(os.path.abspath(path))
+  if os.path.isfile(os.path.join(parent, diffusers_folder.INDEX)):
+    raise ValueError(f"{path} is one part of a model; give the whole folder: {parent}")
+  raise ValueError(
+    f"{path} holds no Wan model: looked for {diffusers_folder.INDEX} (Diffusers), config.json or high_noise_model/ "
+    f"(original release) and {orbax_folder.DESCRIPTION} (converted by convert_checkpoint)"
+  )
+
+
+def load(
+  folder: Folder, component: str, abstract_state: nnx.State, progress: Callable[[int, int], None] | None = None
+) -> nnx.State:
+  """Loads one part of a folder straight into its place.
+
+  Args:
+    folder: from `open_folder`.
+    component: 'transformer', 'transformer_2', 'vae' or 'text_encoder'.
+    abstract_state: state whose leaves are ShapeDtypeStructs, as `nnx.eval_shape` makes it. A leaf's dtype is what it is
+      converted to, its sharding where it goes (None: the first local device). It may be a part of the component; the rest
+      is then not read.
+    progress: called with (bytes done, bytes in all).
+
+  Returns:
+    the same state with jax.Arrays.
+
+  Raises:
+    ValueError: the folder has no such component, or the state's shapes are not the folder's.
+  """
+  from MaxText.checkpoints import loading  # the only import of JAX here
+
+  if component not in folder.components:
+    raise ValueError(f"{folder.path} has no {component}; it has {', '.join(folder.components)}")
+  if folder.format == "orbax":
+    return orbax_folder.restore(folder, component, abstract_state, progress)
+  rows = names.tensors(component, folder.architecture(component))
+  return loading.place(rows, folder.stored[component], abstract_state, progress)
