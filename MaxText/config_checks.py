@@ -229,10 +229,14 @@ def _loras(facts: Facts) -> Iterator[str]:
   for path in paths:
     if not pathlib.Path(path).expanduser().is_file():
       yield f"lora_path={path}: no such file"
-  if not paths and "lora_weight" in facts.user_keys:
-    yield "lora_weight: would do nothing without lora_path"
-  if isinstance(c.lora_weight, tuple) and paths and len(c.lora_weight) != len(paths):
-    yield f"lora_weight={list(c.lora_weight)}: has {len(c.lora_weight)} entries for {len(paths)} files; give one a file"
+  for key in ("lora_weight", "lora_expert"):
+    value = getattr(c, key)
+    if not paths and key in facts.user_keys:
+      yield f"{key}: would do nothing without lora_path"
+    if isinstance(value, tuple) and paths and len(value) != len(paths):
+      yield f"{key}={list(value)}: has {len(value)} entries for {len(paths)} files; give one a file"
+  if paths and c.num_experts == 1 and c.lora_expert != "both":
+    yield f"lora_expert={c.lora_expert}: this model has one expert; leave it out"
 
 
 def _folder_problem(path: str) -> str | None:
@@ -274,6 +278,8 @@ def _weights(facts: Facts) -> Iterator[str]:
     yield "load_parameters_path and init_random_weights=true are both set: keep the weights, or ask for random ones"
   if c.load_parameters_path is None and facts.command == "convert_checkpoint":
     yield "load_parameters_path is missing: give the folder to convert"
+  elif c.converted_path is None and facts.command == "convert_checkpoint":
+    yield "converted_path is missing: name the folder to write"
   elif c.load_parameters_path is None and not c.init_random_weights and facts.command == "decode":
     yield ("no weights: give load_parameters_path=FOLDER (a Wan model in Diffusers format, an original release, or our "
            "Orbax checkpoint), or init_random_weights=true to run with random weights (the video is noise)")

@@ -38,6 +38,7 @@ Fraction = Annotated[float, at.Gt(0), at.Lt(1)]
 Seed = Annotated[int, at.Ge(0), at.Le(2**63 - 1)]
 AxisSize = Literal[-1] | Count
 FloatName = Literal["float32", "bfloat16"]
+LoraExpert = Literal["both", "high_noise", "low_noise"]
 AxisRule = tuple[str, str | tuple[str, ...] | None]
 
 DEFAULT_AXIS_RULES: tuple[AxisRule, ...] = (
@@ -107,6 +108,8 @@ class Settings(pydantic.BaseModel):
   lora_path: str | tuple[str, ...] | None = _key("sampling", None,
     "one LoRA file or a list of them, merged into the weights")
   lora_weight: float | tuple[float, ...] = _key("sampling", 1.0, "strength of the LoRA: one number, or one a file")
+  lora_expert: LoraExpert | tuple[LoraExpert, ...] = _key("sampling", "both",
+    "the expert that the LoRA changes: one choice, or one a file; both for models with one expert")
 
   # --- attention
   attention: Literal["dot_product", "flash", "svg"] = _key("attention", "flash",
@@ -158,6 +161,11 @@ class Settings(pydantic.BaseModel):
   sharding_tolerance: NonNegative = _key("mesh", 0.02,
     "share of a device's weight bytes that may lie above a perfect split")
   debug_sharding: bool = _key("mesh", False, "print the sharding of every parameter")
+
+  # --- conversion
+  convert_to: Literal["orbax", "diffusers"] = _key("conversion", "orbax",
+    "our checkpoint, or a Diffusers folder")
+  converted_path: str | None = _key("conversion", None, "the folder that convert_checkpoint writes")
 
   # --- architecture: the transformer
   patch_size: tuple[Count, Count, Count] = _key("architecture", (1, 2, 2),

@@ -84,11 +84,12 @@ class Config(Settings):
     return scale if isinstance(scale, tuple) else (scale,) * self.num_experts
 
   @property
-  def loras(self) -> tuple[tuple[str, float], ...]:
-    """(path, weight) of each LoRA."""
+  def loras(self) -> tuple[tuple[str, float, str], ...]:
+    """(path, weight, expert) of each LoRA; the expert is 'both', 'high_noise' or 'low_noise'."""
     paths = (self.lora_path,) if isinstance(self.lora_path, str) else self.lora_path or ()
     weights = self.lora_weight if isinstance(self.lora_weight, tuple) else (self.lora_weight,) * len(paths)
-    return tuple(zip(paths, weights, strict=True))
+    experts = self.lora_expert if isinstance(self.lora_expert, tuple) else (self.lora_expert,) * len(paths)
+    return tuple(zip(paths, weights, experts, strict=True))
 
   def prompts(self) -> tuple[str, ...]:
     """The prompts to run, from `prompt` or `prompts_file`."""

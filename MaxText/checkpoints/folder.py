@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from MaxText.checkpoints import diffusers_folder, names, orbax_folder, original_folder
+from MaxText.checkpoints import contents, diffusers_folder, names, orbax_folder, original_folder
 from MaxText.checkpoints.contents import Folder
 
 if TYPE_CHECKING:
+  import jax
   from flax import nnx
 
-__all__ = ["Folder", "load", "open_folder"]
+__all__ = ["Folder", "load", "load_leaves", "open_folder"]
 
 
 def open_folder(path: str) -> Folder:
@@ -68,11 +69,32 @@ def load(
   Raises:
     ValueError: the folder has no such component, or the state's shapes are not the folder's.
   """
-  from MaxText.checkpoints import loading  # the only import of JAX here
+  from flax import nnx
 
   if component not in folder.components:
     raise ValueError(f"{folder.path} has no {component}; it has {', '.join(folder.components)}")
-  if folder.format == "orbax":
-    return orbax_folder.restore(folder, component, abstract_state, progress)
+  variables = {".".join(map(str, path)): variable for path, variable in nnx.to_flat_state(abstract_state)}
+  arrays = load_leaves(folder, component, {path: variable.get_value() for path, variable in variables.items()}, progress)
+  return nnx.from_flat_state([
+    (path, variable.replace(arrays[".".join(map(str, path))])) for path, variable in nnx.to_flat_state(abstract_state)
+  ])
+
+
+def load_leaves(
+  folder: Folder,
+  component: str,
+  targets: Mapping[str, jax.ShapeDtypeStruct],
+  progress: Callable[[int, int], None] | None = None,
+) -> dict[str, jax.Array]:
+  """`load` for a plain mapping of dotted paths to ShapeDtypeStructs."""
+  from MaxText.checkpoints import loading  # JAX is imported here and not before
+
   rows = names.tensors(component, folder.architecture(component))
-  return loading.place(rows, folder.stored[component], abstract_state, progress)
+  shapes = names.leaf_shapes(rows)
+  wrong = [f"{path}: {list(target.shape)}, the folder has {list(shapes.get(path, ()))}"
+           for path, target in targets.items() if shapes.get(path) != tuple(target.shape)]
+  if wrong:
+    raise ValueError(contents.listed(f"the {component} to load differs from {folder.path}", wrong))
+  if folder.format == "orbax":
+    return orbax_folder.restore(folder, component, targets, progress)
+  return loading.read_into(rows, folder.stored[component], targets, progress)

@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from MaxText.checkpoints import names, tensor_files
 from MaxText.checkpoints.tensor_files import StoredTensor
@@ -27,30 +26,24 @@ IN_FLIGHT_BYTES = 512 << 20
 Progress = Callable[[int, int], None]
 
 
-def place(
+def read_into(
   rows: tuple[names.Tensor, ...],
   stored: Mapping[names.Tensor, StoredTensor],
-  abstract_state: nnx.State,
+  targets: Mapping[str, jax.ShapeDtypeStruct],
   progress: Progress | None = None,
-) -> nnx.State:
-  """Reads `stored` tensors into a state like `abstract_state`.
+) -> dict[str, jax.Array]:
+  """Reads `stored` tensors into the leaves that `targets` describes.
 
   Args:
     rows: the table of names of the component.
     stored: where the numbers of each row lie.
-    abstract_state: leaves of ShapeDtypeStruct; a leaf's `sharding` says where it goes, None is the default device. It may
-      hold a part of the component (the decoder of a VAE, say); only that part is read.
+    targets: path -> shape, type and sharding (None: the first local device). It may be a part of the component (the
+      decoder of a VAE, say); only that part is read.
     progress: called with (bytes done, bytes in all), counted as they lie in the files.
 
   Returns:
-    A state of the same structure holding jax.Arrays.
-
-  Raises:
-    ValueError: the state has a leaf that the table does not know, or of another shape.
+    path -> array, for the paths of `targets`.
   """
-  slots = {".".join(map(str, path)): variable for path, variable in nnx.to_flat_state(abstract_state)}
-  targets = {path: variable.get_value() for path, variable in slots.items()}
-  check_shapes(rows, targets)
   # Files are read front to back.
   wanted = sorted((row for row in rows if row.path in targets), key=lambda row: (stored[row].file, stored[row].offset))
   total = sum(stored[row].nbytes for row in wanted)
@@ -72,20 +65,7 @@ def place(
     done += stored[row].nbytes
     if progress is not None:
       progress(done, total)
-  return nnx.from_flat_state([(path, variable.replace(arrays[".".join(map(str, path))]))
-                              for path, variable in nnx.to_flat_state(abstract_state)])
-
-
-def check_shapes(rows: tuple[names.Tensor, ...], targets: Mapping[str, jax.ShapeDtypeStruct]):
-  """Raises ValueError unless every target is in the table, with its shape and as many layers."""
-  shapes, layers = {}, {}
-  for row in rows:
-    layers[row.path] = None if row.layer is None else row.layer + 1
-    shapes[row.path] = row.our_shape if row.layer is None else (row.layer + 1, *row.our_shape)
-  wrong = [f"{path}: {tuple(target.shape)}, the table says {shapes.get(path, 'no such parameter')}"
-           for path, target in targets.items() if shapes.get(path) != tuple(target.shape)]
-  if wrong:
-    raise ValueError("the model and the table of names disagree:\n  " + "\n  ".join(wrong))
+  return arrays
 
 
 def _sharding(target: jax.ShapeDtypeStruct) -> jax.sharding.Sharding:

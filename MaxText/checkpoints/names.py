@@ -230,3 +230,8 @@ def tensors(component: str, config: WanConfig | VaeConfig | Umt5Config) -> tuple
   """Every tensor of `component` (one of COMPONENTS) at the architecture `config`."""
   build = {"transformer": _dit, "transformer_2": _dit, "vae": _vae, "text_encoder": _umt5}[component]
   return tuple(build(config))
+
+
+def leaf_shapes(rows: tuple[Tensor, ...]) -> dict[str, tuple[int, ...]]:
+  """Shape of every leaf of our state, stacked ones with their layers."""
+  return {row.path: row.our_shape if row.layer is None else (row.layer + 1, *row.our_shape) for row in rows}

@@ -1,0 +1,87 @@
+"""Converts a model to another format.
+
+  python -m MaxText.convert_checkpoint configs/video.yml load_parameters_path=FOLDER converted_path=CHECKPOINT
+
+convert_to=orbax makes our checkpoint of a Diffusers folder or an original release. convert_to=diffusers writes a
+Diffusers folder of an Orbax checkpoint or an original release. Weights keep their types, so that a model converted there
+and back is bit-equal. The result appears under its name only when it is whole. Needs as much memory as the largest part
+of the model.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+
+from MaxText import pyconfig
+from MaxText.config_types import ConfigError
+from MaxText.run_record import Reporter
+
+
+@pyconfig.run_main
+def main(argv: list[str]) -> None:
+  config = pyconfig.initialize(argv, "convert_checkpoint")
+  reporter = Reporter(config.log_format)
+  from MaxText.checkpoints import export  # imports jax: only once the configuration is right
+  from MaxText.checkpoints.folder import open_folder
+
+  with pyconfig.input_errors(f"load_parameters_path={config.load_parameters_path}"):
+    folder = open_folder(config.load_parameters_path)
+  output = os.path.abspath(os.path.expanduser(config.converted_path))
+  check_output(folder, output, config.convert_to)
+
+  partial = f"{output}.partial"  # left by a conversion that was killed: nobody else gives this name
+  shutil.rmtree(partial, ignore_errors=True)
+  start = time.perf_counter()
+  report = progress_reporter(reporter)
+  with reporter.stage("convert"):
+    if config.convert_to == "orbax":
+      export.write_orbax(folder, partial, report)
+    else:
+      export.write_diffusers(folder, partial, config.flow_shift, report)
+  if os.path.isdir(output):
+    os.rmdir(output)  # empty, as checked; fails if that has changed
+  os.rename(partial, output)
+  with pyconfig.input_errors():
+    open_folder(output)  # what was written passes the checks that decode will make
+  reporter.info(f"wrote {output} ({config.convert_to}) in {time.perf_counter() - start:.1f} s")
+
+
+def check_output(folder, output: str, convert_to: str):
+  """Raises ConfigError if the result would overwrite something, change nothing, or lie inside its source."""
+  if folder.format == convert_to:
+    raise ConfigError(f"load_parameters_path={folder.path} is in {convert_to} format already: nothing to convert")
+  if os.path.isdir(output) and os.listdir(output):
+    raise ConfigError(f"converted_path={output} is not empty: name a new folder")
+  if os.path.exists(output) and not os.path.isdir(output):
+    raise ConfigError(f"converted_path={output} is a file: name a new folder")
+  if os.path.commonpath([os.path.realpath(folder.path), os.path.realpath(output)]) == os.path.realpath(folder.path):
+    raise ConfigError(f"converted_path={output} lies inside load_parameters_path={folder.path}: name a folder outside it")
+  try:
+    os.makedirs(os.path.dirname(output), exist_ok=True)
+  except OSError as error:
+    raise ConfigError(f"converted_path={output} cannot be made: {error.strerror}") from error
+
+
+def progress_reporter(reporter: Reporter):
+  """Reports megabytes of each component as they are read."""
+  start: dict[str, float] = {}
+  shown: dict[str, int] = {}
+
+  def report(component: str, done: int, total: int):
+    began = start.setdefault(component, time.perf_counter())
+    percent = 100 if total == 0 else 100 * done // total
+    if percent == shown.get(component):
+      return
+    shown[component] = percent
+    elapsed = time.perf_counter() - began
+    each = elapsed / max(percent, 1)
+    reporter.progress(component, percent, 100, each, each * (100 - percent), "percent")
+
+  return report
+
+
+if __name__ == "__main__":
+  sys.exit(main())
