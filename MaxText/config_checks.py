@@ -142,8 +142,8 @@ def _dense(facts: Facts) -> Iterator[str]:
     for key, value in (("vae_tile_size", c.vae_tile_size), ("vae_tile_overlap", c.vae_tile_overlap)):
       if value % stride:
         yield f"{key}={value}: must be a multiple of {stride}, the VAE's stride; nearest valid: {_around(value, stride)}"
-    if c.vae_tile_overlap >= c.vae_tile_size:
-      yield f"vae_tile_overlap={c.vae_tile_overlap}: must be below vae_tile_size={c.vae_tile_size}"
+    if 2 * c.vae_tile_overlap > c.vae_tile_size:
+      yield f"vae_tile_overlap={c.vae_tile_overlap}: must be at most half of vae_tile_size={c.vae_tile_size}"
 
 
 def _mesh(facts: Facts) -> Iterator[str]:

@@ -18,14 +18,14 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
         ("run", "sampling", "attention", "memory", "mesh", "architecture")),
     "convert_checkpoint": (
         "Converts a Wan model to our Orbax checkpoint, or an Orbax checkpoint back to a Diffusers folder.",
-        ("configs/video.yml load_parameters_path=DIFFUSERS_FOLDER convert_to=orbax converted_path=CHECKPOINT",
+        ("configs/video.yml load_parameters_path=FOLDER convert_to=orbax converted_path=CHECKPOINT",
          "configs/video.yml load_parameters_path=CHECKPOINT convert_to=diffusers converted_path=FOLDER"),
         ("run", "conversion", "memory", "architecture")),
     "benchmark_attention": (
         "Times every attention kernel on one shape: measured on this device, or estimated for another.",
         ("configs/video.yml model_name=wan2.1-t2v-14b",
          "configs/video.yml model_name=wan2.1-t2v-14b compile_topology=v6e:2x4 svg_density=0.35"),
-        ("run", "benchmark", "sampling", "attention", "mesh", "architecture")),
+        ("run", "sampling", "attention", "mesh", "architecture")),
 }
 
 

@@ -33,7 +33,7 @@ class Link:
   values: Mapping[str, Any]
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader):
   """Plain YAML with the scalars of YAML 1.2."""
 
   yaml_implicit_resolvers: dict = {}

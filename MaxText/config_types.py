@@ -25,7 +25,6 @@ GROUPS = {
     "memory": "number formats, and what bounds memory",
     "mesh": "how devices share the work",
     "conversion": "convert_checkpoint only",
-    "benchmark": "benchmark_attention only",
     "architecture": "dimensions of the networks; set by the model file or the weights folder, not by hand",
 }
 
@@ -145,7 +144,7 @@ class Settings(pydantic.BaseModel):
   weight_dtype: FloatName = _key("memory", "bfloat16", "what the weights are stored in")
   vae_tile_size: Count | None = _key("memory", None,
     "decode the picture in square tiles of this many pixels; null decodes it whole")
-  vae_tile_overlap: Index = _key("memory", 64, "pixels that neighbouring tiles share and blend")
+  vae_tile_overlap: Count = _key("memory", 64, "pixels that neighbouring tiles share and blend")
 
   # --- mesh
   ici_data_parallelism: AxisSize = _key("mesh", 1, "devices of a slice that share the batch (guidance halves and videos)")
