@@ -17,7 +17,8 @@ import math
 
 import numpy as np
 
-Grid = tuple[int, int, int]
+from MaxText.attention import Grid
+
 SINKS = ("frame", "prefix")
 
 
