@@ -32,13 +32,17 @@ BLOCK_BYTES = 64 << 20
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-  """A dense row-major tensor in a file, `offset` bytes from its start."""
+  """A tensor in a file, `offset` bytes from its start.
+
+  Dense and row-major, unless `strides` (in elements) says otherwise, as for a transposed tensor in a .pth.
+  """
 
   name: str
   file: str
   offset: int
   dtype: np.dtype
   shape: tuple[int, ...]
+  strides: tuple[int, ...] | None = None
 
   @property
   def nbytes(self) -> int:
@@ -92,7 +96,7 @@ def read(stored: StoredTensor, index: tuple[slice, ...] | None = None, dtype: np
 
   Returns:
     A new array of the box's shape. While it runs, memory holds that array and a block of at most BLOCK_BYTES (or one
-    row).
+    row; or, if it has strides, the tensor).
   """
   dtype = stored.dtype if dtype is None else np.dtype(dtype)
   bounds = [s.indices(n) for s, n in zip(index or [slice(None)] * len(stored.shape), stored.shape, strict=True)]
@@ -100,6 +104,12 @@ def read(stored: StoredTensor, index: tuple[slice, ...] | None = None, dtype: np
   if out.size == 0:
     return out
   with open(stored.file, "rb", buffering=0) as f:
+    if stored.strides is not None:
+      span = 1 + sum((n - 1) * s for n, s in zip(stored.shape, stored.strides, strict=True))
+      steps = [s * stored.dtype.itemsize for s in stored.strides]
+      whole = np.lib.stride_tricks.as_strided(_read_at(f, stored, stored.offset, span), stored.shape, steps)
+      out[...] = whole[tuple(slice(start, stop) for start, stop, _ in bounds)]
+      return out
     if not stored.shape:
       out[...] = _read_at(f, stored, stored.offset, 1)[0]
       return out
@@ -158,7 +168,7 @@ def write_safetensors(
   with open(path, "wb") as f:
     f.write(len(text).to_bytes(8, "little") + text)
     for name, dtype, shape in entries:
-      array = np.ascontiguousarray(fetch(name))
+      array = np.asarray(fetch(name), order="C")
       if array.dtype != dtype or array.shape != tuple(shape):
         raise AssertionError(f"{name}: announced {dtype} {shape}, got {array.dtype} {array.shape}")
       f.write(array.reshape(-1).view(np.uint8).data)
