@@ -25,6 +25,7 @@ from MaxText.parallel import sharding
 
 ROPE_THETA = 10_000.0
 TOKENS = (sharding.BATCH, sharding.TOKENS, None)  # logical names of x_BSE
+TEXT = (sharding.BATCH, None, sharding.HEADS, None)  # of the text's keys and values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,9 +139,11 @@ class ConditionEmbedder(nnx.Module):
 
   def time(self, timestep_B):
     """Returns the embedding [B, E] and the modulation [B, 6, E], both float32."""
+    # Whole in E on every device: else the split of these few numbers spreads to the tokens that they modulate.
     embedding_BE = self.time_embedder(timestep_features(timestep_B, self.freq_dim))
+    embedding_BE = sharding.constrain(embedding_BE, (sharding.BATCH, None))
     modulation = self.time_proj(jax.nn.silu(embedding_BE)).astype(jnp.float32)
-    return embedding_BE, modulation.reshape(-1, 6, self.width)
+    return embedding_BE, sharding.constrain(modulation.reshape(-1, 6, self.width), (sharding.BATCH, None, None))
 
 
 class Projections(nnx.Module):
@@ -237,11 +240,12 @@ class WanTransformer(nnx.Module):
     They depend on the prompt alone, so a sampler computes them once. text_BTE: text encoder output, zeros past the prompt.
     """
     text_BTE = self.condition_embedder.text_embedder(text_BTE.astype(self.dtype))
+    text_BTE = sharding.constrain(text_BTE, (sharding.BATCH, None, None))
     graphdef, stacked = nnx.split(self.blocks.attn2)
 
     def layer(_, state):
       attn2 = sharding.gather(nnx.merge(graphdef, state))
-      return None, (attn2.key(text_BTE), attn2.value(text_BTE))
+      return None, tuple(sharding.constrain(x, TEXT) for x in (attn2.key(text_BTE), attn2.value(text_BTE)))
 
     return jax.lax.scan(layer, None, stacked)[1]
 
@@ -288,7 +292,8 @@ class WanTransformer(nnx.Module):
     with jax.named_scope("blocks"):
       x_BSE, temporal_LBN = jax.lax.scan(layer, x_BSE, (stacked, text_kv, sparse_layers_L))
     with jax.named_scope("unembed"):
-      shift, scale = (self.scale_shift_table[...][i] + embedding_BE[:, None] for i in range(2))
+      modulation_B2E = sharding.constrain(self.scale_shift_table[...] + embedding_BE[:, None], (sharding.BATCH, None, None))
+      shift, scale = jnp.split(modulation_B2E, 2, axis=1)
       x_BSE = (layer_norm(x_BSE, cfg.eps) * (1 + scale) + shift).astype(x_BSE.dtype)
       patches_BSP = sharding.gather(self.proj_out)(sharding.constrain(x_BSE, TOKENS)).astype(jnp.float32)
       velocity = unpatchify(patches_BSP, grid, cfg.patch_size)
