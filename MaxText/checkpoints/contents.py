@@ -117,6 +117,14 @@ class Fields:
       raise ValueError(f"{self.path}: {key} = {value!r} means {meaning}; only {allowed[0]!r} is supported")
 
 
+def build(kind, path: str, **values):
+  """An architecture dataclass; its own complaints get the name of the file that the values came from."""
+  try:
+    return kind(**values)
+  except ValueError as e:
+    raise ValueError(f"{path}: {e}") from e
+
+
 def _is_list_of(ok, value) -> bool:
   return isinstance(value, list) and bool(value) and all(map(ok, value))
 
@@ -183,6 +191,3 @@ def check_together(wan: WanConfig, vae: VaeConfig, umt5: Umt5Config, path: str):
   if wan.text_dim != umt5.d_model:
     raise ValueError(f"{path}: the transformer expects text of width {wan.text_dim} (text_dim), the text encoder gives "
                      f"{umt5.d_model} (d_model); they belong to different models")
-  if not len(vae.latents_mean) == len(vae.latents_std) == vae.z_dim:
-    raise ValueError(f"{path}: the VAE has {len(vae.latents_mean)} latents_mean and {len(vae.latents_std)} latents_std "
-                     f"for {vae.z_dim} channels (z_dim)")

@@ -142,7 +142,8 @@ def _wan_config(fields: Fields):
   patch_size = fields.counts("patch_size")
   if len(patch_size) != 3:
     raise ValueError(f"{fields.path}: patch_size = {list(patch_size)} should be [time, height, width]")
-  return WanConfig(
+  return contents.build(
+    WanConfig, fields.path,
     patch_size=patch_size, num_heads=fields.count("num_attention_heads"), head_dim=fields.count("attention_head_dim"),
     in_channels=in_channels, out_channels=out_channels, text_dim=fields.count("text_dim"),
     freq_dim=fields.count("freq_dim"), ffn_dim=fields.count("ffn_dim"), num_layers=fields.count("num_layers"),
@@ -164,7 +165,8 @@ def _vae_config(fields: Fields):
   if len(temporal) != len(dim_mult) - 1:
     raise ValueError(f"{fields.path}: temperal_downsample has {len(temporal)} entries; the {len(dim_mult)} stages of "
                      f"dim_mult need {len(dim_mult) - 1}")
-  return VaeConfig(
+  return contents.build(
+    VaeConfig, fields.path,
     base_dim=base_dim, z_dim=fields.count("z_dim"), dim_mult=dim_mult, num_res_blocks=fields.count("num_res_blocks"),
     temporal_downsample=temporal, latents_mean=fields.numbers("latents_mean"), latents_std=fields.numbers("latents_std"),
   )
@@ -174,7 +176,8 @@ def _umt5_config(fields: Fields):
   from MaxText.models.umt5 import Umt5Config
 
   fields.expect("feed_forward_proj", ("gated-gelu",), "another feed-forward layer")
-  return Umt5Config(
+  return contents.build(
+    Umt5Config, fields.path,
     vocab_size=fields.count("vocab_size"), d_model=fields.count("d_model"), d_kv=fields.count("d_kv"),
     d_ff=fields.count("d_ff"), num_layers=fields.count("num_layers"), num_heads=fields.count("num_heads"),
     num_buckets=fields.count("relative_attention_num_buckets"),

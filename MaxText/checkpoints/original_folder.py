@@ -86,7 +86,8 @@ def _wan_config(path: str):
   dim, num_heads = fields.count("dim"), fields.count("num_heads")
   if dim % num_heads:
     raise ValueError(f"{path}: dim = {dim} is not divisible by num_heads = {num_heads}")
-  return WanConfig(
+  return contents.build(
+    WanConfig, fields.path,
     num_heads=num_heads, head_dim=dim // num_heads, in_channels=fields.count("in_dim"),
     out_channels=fields.count("out_dim"), freq_dim=fields.count("freq_dim"), ffn_dim=fields.count("ffn_dim"),
     num_layers=fields.count("num_layers"), eps=fields.number("eps"),
@@ -122,8 +123,11 @@ def _umt5_config(tensors: Mapping[str, StoredTensor], file: str):
   inner, _ = _shape(tensors, "blocks.0.attn.q.weight", 2, file)
   d_ff, _ = _shape(tensors, "blocks.0.ffn.fc1.weight", 2, file)
   num_layers = 1 + _last(tensors, r"blocks\.(\d+)\.")
-  return Umt5Config(vocab_size=vocab_size, d_model=d_model, d_kv=inner // num_heads, d_ff=d_ff, num_layers=num_layers,
-                    num_heads=num_heads, num_buckets=num_buckets)
+  return contents.build(
+    Umt5Config, file,
+    vocab_size=vocab_size, d_model=d_model, d_kv=inner // num_heads, d_ff=d_ff, num_layers=num_layers,
+    num_heads=num_heads, num_buckets=num_buckets,
+  )
 
 
 def _vae_config(tensors: Mapping[str, StoredTensor], file: str):
@@ -138,7 +142,7 @@ def _vae_config(tensors: Mapping[str, StoredTensor], file: str):
   dim_mult = [_shape(tensors, f"encoder.downsamples.{end - 1}.residual.2.weight", 5, file)[0] // base_dim for end in ends]
   values: dict[str, Any] = {"base_dim": base_dim, "z_dim": z_dim, "dim_mult": tuple(dim_mult), "num_res_blocks": ends[0]}
   values["temporal_downsample"] = tuple(f"encoder.downsamples.{i}.time_conv.weight" in tensors for i in resamplers)
-  return VaeConfig(**values)
+  return contents.build(VaeConfig, file, **values)
 
 
 def _last(tensors: Mapping[str, StoredTensor], pattern: str) -> int:
