@@ -47,6 +47,8 @@ def help_text(command: str) -> str:
       field = config_types.KEYS[key]
       default = config_types.as_yaml(field.default)
       head = f"  {key}={default}" if len(default) < 40 else f"  {key}=[…]"
-      lines += textwrap.wrap(f"{field.description} ({config_types.expected(key)})", WIDTH, initial_indent=f"{head:<38}  ",
+      plain = isinstance(field.default, bool) or config_types.is_text(key) and not config_types.choices(key)
+      text = field.description if plain else f"{field.description} ({config_types.expected(key)})"
+      lines += textwrap.wrap(text, WIDTH, initial_indent=f"{head:<38}  ",
                              subsequent_indent=" " * 40, break_long_words=False)
   return "\n".join(lines)

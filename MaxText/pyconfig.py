@@ -355,6 +355,10 @@ def run_main(main: Callable[[list[str]], None]) -> Callable[..., int]:
   def command(argv: Sequence[str] | None = None) -> int:
     try:
       main(list(sys.argv[1:] if argv is None else argv))
+      sys.stdout.flush()
+    except BrokenPipeError:  # as in `--help | head`: the reader has seen enough
+      os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno())
+      return 1
     except ConfigError as error:
       print(f"error: {error}", file=sys.stderr)
       return 2
