@@ -109,6 +109,17 @@ def row_intervals(mask: HeadMask) -> tuple[int, np.ndarray, np.ndarray]:
   return sink, start, stop
 
 
+def own_keys(mask: HeadMask) -> np.ndarray:
+  """Position in `key_order` of the key of the same token as each query row, [S]."""
+  row = np.arange(mask.num_tokens)
+  if not mask.sink_first:
+    return row
+  frames, sunk = mask.grid[0], min(mask.sink_frames, mask.grid[0])
+  position, frame = row // frames, row % frames
+  in_sink = frame * mask.frame_tokens + position
+  return np.where(frame < sunk, in_sink, mask.num_sink + position * (frames - sunk) + frame - sunk)
+
+
 def literal_mask(mask: HeadMask) -> np.ndarray:
   """The rule itself as a boolean [S, S] matrix over frame-major tokens (rows are queries). For tests on small grids."""
   token = np.arange(mask.num_tokens)

@@ -11,7 +11,7 @@ import functools
 
 import numpy as np
 
-from MaxText.attention.svg.masks import HeadMask, row_intervals
+from MaxText.attention.svg.masks import HeadMask, own_keys, row_intervals
 
 EMPTY, BOUNDARY, FULL = 0, 1, 2
 
@@ -86,32 +86,36 @@ def exact_table(mask: HeadMask, block_q: int, block_kv: int, ragged_queries: boo
   return _mark(pairs > 0, full, mask, (block_q, block_kv), ragged_queries)
 
 
-def _needed(mask: HeadMask, block_q: int, block_kv: int) -> np.ndarray:
-  """Tiles that rounding may never drop, bool [nq, nk]: those with a sink key, and those with a row's own key."""
-  needed = np.zeros((num_tiles(mask.num_tokens, block_q), num_tiles(mask.num_tokens, block_kv)), bool)
-  needed[:, : num_tiles(mask.num_sink, block_kv)] = True
-  row = np.arange(mask.num_tokens)
-  own = row
-  if mask.sink_first:
-    frames, sunk = mask.grid[0], min(mask.sink_frames, mask.grid[0])
-    own = np.where(row % frames < sunk, 0, mask.num_sink + row // frames * (frames - sunk) + row % frames - sunk)
-  needed[row // block_q, own // block_kv] = True
-  return needed
+def _own_tiles(mask: HeadMask, block_q: int, block_kv: int) -> np.ndarray:
+  """Tiles that hold some row's own key outside the sink, bool [nq, nk]; one run of neighbours in each query tile."""
+  own = np.zeros((num_tiles(mask.num_tokens, block_q), num_tiles(mask.num_tokens, block_kv)), bool)
+  row, key = np.arange(mask.num_tokens), own_keys(mask)
+  outside = key >= mask.num_sink
+  own[row[outside] // block_q, key[outside] // block_kv] = True
+  return own
 
 
 @functools.lru_cache(maxsize=64)
 def aligned_table(mask: HeadMask, block_q: int, block_kv: int, ragged_queries: bool = True) -> np.ndarray:
   """The mask rounded to whole tiles with its pair budget kept, uint8 [nq, nk]; BOUNDARY only where padding is masked.
 
-  Full tiles and needed ones stay. The other touched tiles enter in the order of their kept share, as many as bring the
-  number of pairs nearest to the exact count. Where the needed tiles alone exceed the budget (few, large tiles) no other
-  tile enters.
+  Full tiles stay, and so do tiles with sink keys or with a row's own key. The other touched tiles enter in the order of
+  their kept share, as many as bring the number of pairs nearest to the exact count. Where the tiles that must stay exceed
+  the budget by themselves (few, large tiles) no other tile enters.
+
+  A query tile's kept tiles are those of the sink and one run around its own keys: away from these the kept share never
+  rises, and among equals the nearer tile enters first. `aligned_intervals` relies on that.
   """
   pairs, area = tile_pairs(mask, block_q, block_kv), tile_areas(mask.num_tokens, block_q, block_kv)
-  keep = (pairs == area) | _needed(mask, block_q, block_kv)
+  own = _own_tiles(mask, block_q, block_kv)
+  keep = (pairs == area) | own
+  keep[:, : num_tiles(mask.num_sink, block_kv)] = True
   candidates = np.flatnonzero((pairs > 0) & ~keep)
-  share = pairs.flat[candidates] / area.flat[candidates]
-  candidates = candidates[np.argsort(-share, kind="stable")]
+  # Distance to the middle of the own keys' run. Without any (all in the sink) every touched tile holds sink keys.
+  column = np.arange(own.shape[1])
+  middle = (own * column).sum(1, keepdims=True) / np.maximum(own.sum(1, keepdims=True), 1)
+  distance = np.abs(column - middle).flat[candidates]
+  candidates = candidates[np.lexsort((distance, -(pairs / area).flat[candidates]))]
   total = np.concatenate([[0], np.cumsum(area.flat[candidates])]) + int(area[keep].sum())
   keep.flat[candidates[: int(np.argmin(np.abs(total - kept_pairs(mask))))]] = True
   return _mark(keep, keep, mask, (block_q, block_kv), ragged_queries)
@@ -124,6 +128,23 @@ def naive_table(mask: HeadMask, block_q: int, block_kv: int, ragged_queries: boo
 
 
 TABLES = {"naive": naive_table, "exact": exact_table, "aligned": aligned_table}
+
+
+def intervals(mask: HeadMask, kernel: str, block_q: int, block_kv: int) -> tuple[int, np.ndarray, np.ndarray]:
+  """The mask that a kernel runs, in the form of masks.row_intervals: (sink, start [S], stop [S])."""
+  return aligned_intervals(mask, block_q, block_kv) if kernel == "aligned" else row_intervals(mask)
+
+
+@functools.lru_cache(maxsize=64)
+def aligned_intervals(mask: HeadMask, block_q: int, block_kv: int) -> tuple[int, np.ndarray, np.ndarray]:
+  """The rounded mask of `aligned_table` row by row: (sink, start [S], stop [S]); the sink is whole tiles too."""
+  tokens, sink_tiles = mask.num_tokens, num_tiles(mask.num_sink, block_kv)
+  band = aligned_table(mask, block_q, block_kv)[:, sink_tiles:] != EMPTY
+  first = sink_tiles + (np.cumsum(band, axis=1) == 0).sum(1)
+  rows = np.minimum(block_q, tokens - block_q * np.arange(len(band)))
+  start, stop = (
+    _frozen(np.repeat(np.minimum(tile * block_kv, tokens), rows)) for tile in (first, first + band.sum(1)))
+  return min(sink_tiles * block_kv, tokens), start, stop
 
 
 def table_pairs(table: np.ndarray, num_tokens: int, block_q: int, block_kv: int) -> int:
