@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from MaxText.checkpoints import contents, names, tensor_files
+from MaxText.checkpoints import contents, names, tensor_files, torch_pickle
 from MaxText.checkpoints.contents import Fields, Folder, read_json
 from MaxText.checkpoints.diffusers_folder import find_tensors
 from MaxText.checkpoints.tensor_files import StoredTensor
@@ -102,8 +102,6 @@ def _tensors_of(path: str, stem: str) -> tuple[str, dict[str, StoredTensor]]:
   if os.path.isfile(safe):
     return safe, tensor_files.read_header(safe)[0]
   file = contents.required_file(os.path.join(path, f"{stem}.pth"), f"{stem}.safetensors would do too")
-  from MaxText.checkpoints import torch_pickle
-
   return file, torch_pickle.read_index(file)
 
 

@@ -1,7 +1,9 @@
 """Loading: every number in its place, in any type and sharding, and without a second copy on the host."""
 
 import dataclasses
+import json
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -108,6 +110,31 @@ def test_progress_counts_the_bytes_of_the_files(folder):
   load(folder, "text_encoder", abstract_state(folder, "text_encoder"), lambda done, total: calls.append((done, total)))
   total = sum(stored.nbytes for stored in folder.stored["text_encoder"].values())
   assert [done for done, _ in calls] == sorted({done for done, _ in calls}) and calls[-1] == (total, total)
+
+
+def test_the_original_release(tmp_path):
+  """The text encoder and the VAE from .pth files, the transformer from safetensors under its original names."""
+  golden = ROOT / "tests" / "golden"
+  diffusers = open_folder(str(golden / "pipelines" / "one_frame" / "pipe"))
+  tensors = load_file(next(iter(diffusers.stored["transformer"].values())).file)
+  save_file({row.original: tensors[row.name] for row in diffusers.stored["transformer"]},
+            tmp_path / "diffusion_pytorch_model.safetensors")
+  wan = diffusers.wan
+  (tmp_path / "config.json").write_text(json.dumps({
+    "_class_name": "WanModel", "model_type": "t2v", "dim": wan.width, "num_heads": wan.num_heads, "in_dim": 16,
+    "out_dim": 16, "freq_dim": wan.freq_dim, "ffn_dim": wan.ffn_dim, "num_layers": wan.num_layers, "eps": 1e-6,
+    "text_dim": wan.text_dim}))
+  for file in ("Wan2.1_VAE.pth", "models_t5_umt5-xxl-enc-bf16.pth"):
+    shutil.copy(golden / "original" / file, tmp_path / file)
+  shutil.copytree(golden / "pipelines" / "one_frame" / "pipe" / "tokenizer", tmp_path / "google" / "umt5-xxl")
+  original = open_folder(str(tmp_path))
+  assert (original.wan, original.vae, original.umt5) == (diffusers.wan, diffusers.vae, diffusers.umt5)
+  for component in original.components:
+    theirs = load_leaves(diffusers, component, targets_of(diffusers, component))
+    ours = load_leaves(original, component, targets_of(original, component))
+    for path, array in theirs.items():
+      rounded = array.astype(jnp.bfloat16) if component == "text_encoder" else array
+      assert np.array_equal(np.asarray(ours[path]), np.asarray(rounded, np.float32)), path
 
 
 def test_what_the_folder_does_not_have(folder):
