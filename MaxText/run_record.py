@@ -1,7 +1,7 @@
 """What a run says and leaves behind: messages and progress while it works, run.json when it ends.
 
-One `Reporter` per command. Its three formats (`log_format`): 'text' for people on a terminal, 'quiet' (warnings and errors only), and
-'json', one object a line on stdout for machines. Progress of long work goes through `Reporter.progress`, stages through
+One `Reporter` per command. Its three formats (`log_format`): 'text' for people on a terminal, 'quiet' (warnings and errors
+only), and 'json', one object a line on stdout for machines. Progress of long work goes through `Reporter.progress`, stages through
 `Reporter.stage`, which also measures their seconds and the peak of memory so far.
 """
 
@@ -99,11 +99,19 @@ class Reporter:
       if self.format == "json":
         self._emit("stage_end", stage=name, **entry)
 
-  def progress(self, what: str, done: int, total: int, seconds: float, left: float | None = None, unit: str = "step") -> None:
+  def progress(
+    self, what: str, done: int, total: int, seconds: float, left: float | None = None, unit: str = "step"
+  ) -> None:
     """One unit of long work is done. seconds: of this unit; left: estimated seconds to the end."""
     if self.format == "json":
-      self._emit("progress", what=what, done=done, total=total, seconds=round(seconds, 4),
-                 seconds_left=None if left is None else round(left, 1))
+      self._emit(
+        "progress",
+        what=what,
+        done=done,
+        total=total,
+        seconds=round(seconds, 4),
+        seconds_left=None if left is None else round(left, 1),
+      )
     elif self.format == "text":
       text = f"{what} {done}/{total}  {seconds_in_words(seconds)}/{unit}"
       text += f"  {seconds_in_words(left)} left" if left is not None and done < total else ""
@@ -135,3 +143,80 @@ def write_json(path: str, content: Any) -> None:
     f.flush()
     os.fsync(f.fileno())
   os.replace(temporary, path)
+
+
+class RunRecord:
+  """run.json of a decode run: written when it starts, after each video, and when it ends.
+
+  Args:
+    config, pipeline, reporter: of the run. run: its folder. requests: the videos, in the order of their files.
+  """
+
+  def __init__(self, config, pipeline, reporter: Reporter, run, requests):
+    self.config, self.pipeline, self.reporter, self.run = config, pipeline, reporter, run
+    self.start = time.perf_counter()
+    earlier = {video["file"]: video for video in run.earlier.get("videos", [])}
+    self.videos = [
+      earlier.get(run.video(i).name)
+      or {
+        "file": run.video(i).name,
+        "prompt": request.prompt,
+        "seed": request.seed,
+        "status": "finished" if run.finished(i) else "missing",
+      }
+      for i, request in enumerate(requests)
+    ]
+    self.batches: list[dict[str, Any]] = []
+
+  def batch_done(self, indices) -> None:
+    """Takes over the figures of the denoising that has just ended."""
+    pipeline = self.pipeline
+    timed = zip(pipeline.steps, pipeline.step_seconds, strict=True)
+    steps = [{**step.as_record(), "seconds": round(seconds, 4)} for step, seconds in timed]
+    self.batches.append(
+      {"files": [self.run.video(i).name for i in indices], "steps": steps, "attention": pipeline.attention_record()}
+    )
+
+  def video_done(self, index: int) -> None:
+    entry = self.videos[index]
+    entry["status"] = "finished"
+    if self.run.latents(index).exists():
+      entry["latents"] = self.run.latents(index).name
+    self.write("running")
+
+  def write(self, status: str) -> None:
+    pipeline = self.pipeline
+    content = {
+      "status": status,
+      "random_weights": self.config.init_random_weights,
+      "seconds": round(time.perf_counter() - self.start, 3),
+      "compile_seconds": round(pipeline.compile_seconds, 3),
+      "stages": self.reporter.stages,
+      "peak_host_gib": round(peak_host_gib(), 3),
+      "peak_device_gib": peak_device_gib(),
+      "tokens": self.config.num_tokens,
+      "token_grid": list(self.config.token_grid),
+      "devices": pipeline.devices_record(),
+      "videos": self.videos,
+      "batches": [*self.run.earlier.get("batches", []), *self.batches],
+      "warnings": self.reporter.warnings,
+      "versions": versions(),
+      "config": self.config.as_record(),
+    }
+    write_json(str(self.run.path / "run.json"), content)
+
+  def summary(self) -> list[str]:
+    """What a person wants to know at the end."""
+    stages = ", ".join(f"{name} {seconds_in_words(stage['seconds'])}" for name, stage in self.reporter.stages.items())
+    lines = [
+      f"done in {seconds_in_words(time.perf_counter() - self.start)} ({stages}; of this compiling the steps "
+      f"{seconds_in_words(self.pipeline.compile_seconds)}); peak host memory {peak_host_gib():.2f} GiB"
+    ]
+    device = peak_device_gib()
+    if device is not None:
+      lines[0] += f", peak device memory {device:.2f} GiB"
+    lines += self.pipeline.attention_summary()
+    if self.config.init_random_weights:
+      lines.append("the weights are random (init_random_weights=true): the video shows noise")
+    lines.append(f"output: {self.run.path}")
+    return lines

@@ -1,0 +1,134 @@
+"""Generates videos: python -m MaxText.decode configs/video.yml attention=svg prompt="a red ball rolls over the snow"
+
+Reads top to bottom: configuration → plan → text embeddings → for every batch: noise, denoising steps, latents to disk, VAE,
+mp4 → run.json. The stages live in MaxText/diffusion/pipeline.py, which can be used from Python without this command.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import threading
+
+import numpy as np
+
+from MaxText import pyconfig
+from MaxText.run_folder import RunFolder, load_latents
+from MaxText.run_record import Reporter, RunRecord
+from MaxText.video_io import write_video
+
+
+@pyconfig.run_main
+def main(argv: list[str]) -> None:
+  config = pyconfig.initialize(argv, "decode")
+  reporter = Reporter(config.log_format)
+  if config.log_format == "text":
+    config.print_config()
+
+  with reporter.stage("start"):
+    from MaxText.diffusion.pipeline import Request, VideoPipeline  # imports jax: only once the configuration is right
+
+    with pyconfig.input_errors():
+      pipeline = VideoPipeline(config, reporter)
+
+  # --- what to make
+  prompts = config.prompts() or ("",)
+  requests = [
+    Request(prompt, (config.seed + n) % 2**63) for prompt in prompts for n in range(config.num_videos_per_prompt)
+  ]
+  run = RunFolder(config, len(requests), create=not config.dry_run)
+  for line in pipeline.describe():
+    reporter.info(line)
+  if config.dry_run:
+    for line in pipeline.estimate(len(requests)):
+      reporter.info(line)
+    return
+  record = RunRecord(config, pipeline, reporter, run, requests)
+  record.write("running")
+  todo = [i for i in range(len(requests)) if not run.finished(i)]
+  if len(todo) < len(requests):
+    reporter.info(f"{len(requests) - len(todo)} of {len(requests)} videos are finished already")
+
+  with stop_signals():
+    # --- text, unless all latents exist (given by the user, or finished by an earlier run)
+    saved = {i: config.latents_path or run.latents(i) for i in todo if config.latents_path or run.latents(i).exists()}
+    fresh = [i for i in todo if i not in saved]
+    embeddings = {}
+    if fresh:
+      with reporter.stage("text"):
+        embeddings = pipeline.encode_prompts([requests[i].prompt for i in fresh])
+
+    # --- denoise and decode, batch by batch
+    batches = [[i] for i in saved] + [fresh[n : n + config.batch_size] for n in range(0, len(fresh), config.batch_size)]
+    for batch in batches:
+      if batch[0] in saved:
+        latents_BFHWC = load_latents(saved[batch[0]])[None]
+      else:
+        with reporter.stage("denoise"):
+          latents_BFHWC = denoise(pipeline, run, reporter, record, batch, requests, embeddings)
+        for i, latents_FHWC in zip(batch, latents_BFHWC, strict=True):  # on disk before the VAE may fail
+          run.save_latents(run.latents(i), latents_FHWC)
+      if batch is batches[-1]:
+        pipeline.experts.clear()  # the VAE may need the room
+      for i, latents_FHWC in zip(batch, latents_BFHWC, strict=True):
+        with reporter.stage("vae"):
+          write_video(
+            run.video(i),
+            (frames[0] for frames in pipeline.frames(latents_FHWC[None])),
+            config.height,
+            config.width,
+            config.fps,
+          )
+        run.clean(i, keep_latents=config.save_latents or config.latents_path is not None)
+        record.video_done(i)
+        reporter.info(f"wrote {run.video(i)}")
+
+  record.write("finished")
+  for line in record.summary():
+    reporter.info(line)
+
+
+def denoise(pipeline, run: RunFolder, reporter: Reporter, record, batch, requests, embeddings) -> np.ndarray:
+  """All steps of one batch, with progress; latents [B, F, H, W, C]. If stopped, it keeps the last whole step's latents."""
+  what = f"denoising {', '.join(run.video(i).stem for i in batch)}"
+  step = latents_BFHWC = None
+  try:
+    for step, latents_BFHWC in pipeline.denoise([requests[i] for i in batch], embeddings):
+      reporter.progress(what, step.index + 1, len(pipeline.steps), pipeline.step_seconds[-1], pipeline.seconds_left())
+  except KeyboardInterrupt:
+    if step is not None:
+      paths = [
+        run.save_latents(run.partial_latents(i, step.index + 1), latents)
+        for i, latents in zip(batch, np.asarray(latents_BFHWC), strict=True)
+      ]
+      reporter.warn(
+        f"stopped after step {step.index + 1} of {len(pipeline.steps)}; its latents are in "
+        f"{', '.join(map(str, paths))} (look at them with latents_path=…); run_name={run.path.name} resume=true starts over "
+        "with this video and keeps the finished ones"
+      )
+    record.write("interrupted")
+    raise
+  record.batch_done(batch)
+  return np.asarray(latents_BFHWC)
+
+
+@contextlib.contextmanager
+def stop_signals():
+  """SIGTERM stops like Ctrl-C, so that what is done is kept; a second signal stops at once."""
+
+  def stop(number, frame):
+    signal.signal(number, signal.SIG_DFL)
+    raise KeyboardInterrupt
+
+  numbers = (signal.SIGTERM, signal.SIGINT) if threading.current_thread() is threading.main_thread() else ()
+  previous = {number: signal.signal(number, stop) for number in numbers}
+  try:
+    yield
+  finally:
+    for number, handler in previous.items():
+      signal.signal(number, handler)
+
+
+if __name__ == "__main__":
+  sys.exit(main())

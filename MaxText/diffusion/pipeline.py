@@ -1,0 +1,510 @@
+"""From prompt to pixels, in one file: text embeddings → noise → denoising steps → VAE → frames.
+
+`VideoPipeline` is the Python interface, and `decode` is a thin command around it:
+
+    from MaxText import pyconfig
+    from MaxText.diffusion.pipeline import Request, VideoPipeline
+
+    config = pyconfig.initialize(["configs/video.yml", "init_random_weights=true", "prompt=a red ball"], "decode")
+    pipeline = VideoPipeline(config)
+    request = Request(prompt=config.prompt, seed=0)
+    text = pipeline.encode_prompts([request.prompt])
+    for step, latents_BFHWC in pipeline.denoise([request], text):
+      pass
+    for frames_BTHWC in pipeline.frames(latents_BFHWC):       # a few frames at a time
+      ...
+
+What a step does is decided beforehand on the host (`plan_steps`): its timestep, expert, guidance, and which layers are
+sparse with what density. The device program (`denoise`) is a pure function of its arguments, called by a plain loop.
+
+Dimensions: B videos, F H W latent frames/rows/columns, C latent channels, T text tokens, E text width, L layers, N heads.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import pathlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from MaxText.attention import Attention, make_attention
+from MaxText.attention.svg import SvgAttention, make_svg_attention
+from MaxText.attention.svg import schedule as svg_schedule
+from MaxText.attention.ulysses import Ulysses
+from MaxText.checkpoints import folder as folder_lib
+from MaxText.checkpoints import lora
+from MaxText.diffusion import flow_matching, solvers
+from MaxText.models.tokenizer import MAX_LENGTH, Tokenizer
+from MaxText.models.umt5 import Umt5Encoder, encode_prompts
+from MaxText.models.vae import WanVae, decode_frames
+from MaxText.models.wan import WanTransformer
+from MaxText.parallel import mesh as mesh_lib
+from MaxText.parallel import sharding
+from MaxText.run_record import Reporter
+
+EXPERTS = ("transformer", "transformer_2")  # component names: high noise (or the only one), low noise
+STEPS_IN_FLIGHT = 2  # how many steps may be dispatched ahead; unbounded queues cost time and hide failures
+PROMPTS_A_BATCH = 4  # texts encoded together
+
+
+class NotFiniteError(RuntimeError):
+  """NaN or infinity where a number was expected; the message names stage and step."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+  """One video to make."""
+
+  prompt: str
+  seed: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+  """What one denoising step does, decided on the host before anything runs.
+
+  Attributes:
+    index: 0-based. timestep: as the model is told, 0 … 1000. expert: 0 high noise (or the only one), 1 low noise.
+    guidance: classifier-free guidance scale; at most 1 runs no unconditional half, as the reference does.
+    sparse: None for a dense step, else the schedule's entry (density, half-width, layers).
+  """
+
+  index: int
+  timestep: float
+  expert: int
+  guidance: float
+  sparse: svg_schedule.StepPlan | None
+
+  @property
+  def guided(self) -> bool:
+    return self.guidance > 1.0
+
+  @property
+  def kind(self) -> tuple:
+    """Steps of one kind take the same time."""
+    return (
+      self.expert,
+      self.guided,
+      self.sparse and (self.sparse.half_width, self.sparse.layer_start, self.sparse.layer_end),
+    )
+
+  def as_record(self) -> dict[str, Any]:
+    """For run.json."""
+    sparse = self.sparse
+    return {
+      "step": self.index,
+      "timestep": self.timestep,
+      "expert": EXPERTS[self.expert],
+      "guidance": self.guidance,
+      "density": None if sparse is None else sparse.density,
+      "band_width": None if sparse is None else sparse.half_width,
+      "sparse_layers": None if sparse is None else [sparse.layer_start, sparse.layer_end],
+    }
+
+
+def expert_of_steps(config, solver) -> list[int]:
+  """Which expert each step asks: 0 high noise (or the only one), 1 low noise (below the boundary)."""
+  if config.num_experts == 1:
+    return [0] * len(solver.timesteps)
+  boundary = config.boundary_ratio * flow_matching.NUM_TRAIN_TIMESTEPS
+  return [0 if timestep >= boundary else 1 for timestep in solver.timesteps]
+
+
+def plan_steps(config, solver, schedule) -> tuple[Step, ...]:
+  """Timestep, expert, guidance and sparsity of every step; schedule None: all dense."""
+  experts = expert_of_steps(config, solver)
+  sparse = (
+    [None] * len(experts)
+    if schedule is None
+    else [plan if plan.half_width is not None else None for plan in schedule.steps]
+  )
+  return tuple(
+    Step(i, float(timestep), expert, config.guidance_scales[expert], plan)
+    for i, (timestep, expert, plan) in enumerate(zip(solver.timesteps, experts, sparse, strict=True))
+  )
+
+
+def denoise(
+  graphdef,
+  weights,
+  state,
+  row,
+  timestep,
+  guidance,
+  text_kv,
+  sparse_layers_L,
+  *,
+  solver_step,
+  guided,
+  attention,
+  sparse_attention,
+):
+  """One denoising step: velocity by the model, guidance, solver update. Pure; `STATIC` names its static arguments.
+
+  Args:
+    graphdef, weights: a split WanTransformer.
+    state: solver state (pytree; `.sample` is [B, F, H, W, C] float32).
+    row: this step's coefficients of the solver. timestep, guidance: float32 scalars.
+    text_kv: keys and values of every layer's cross-attention; of 2B texts if guided: B prompts, then B negative prompts.
+    sparse_layers_L: bool [L]; which layers are sparse in this step.
+    solver_step: (state, velocity, row) -> state. guided: run the unconditional half.
+    attention, sparse_attention: as in WanTransformer.
+  Returns:
+    the next state, the routes temporal_LBN of the step, and whether the sample is finite (bool scalar).
+  """
+  model = nnx.merge(graphdef, weights)
+  latents = jnp.concatenate([state.sample, state.sample]) if guided else state.sample
+  velocity, temporal_LBN = model(
+    latents,
+    jnp.full(latents.shape[0], timestep, jnp.float32),
+    text_kv,
+    attention=attention,
+    sparse_attention=sparse_attention,
+    sparse_layers_L=sparse_layers_L,
+    cross_attention=attention,
+  )
+  with jax.named_scope("solver"):
+    if guided:
+      conditional, unconditional = jnp.split(velocity, 2)
+      velocity = unconditional + guidance * (conditional - unconditional)
+    state = solver_step(state, velocity, row)
+    return state, temporal_LBN, jnp.isfinite(state.sample).all()
+
+
+STATIC = ("graphdef", "solver_step", "guided", "attention", "sparse_attention")
+
+
+def compiler_options(platform: str) -> dict[str, str] | None:
+  """On CPU, keeps the float32 copy of bfloat16 weights to one layer (models/umt5.py says why XLA would hoist it)."""
+  return {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"} if platform == "cpu" else None
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _text_keys_values(graphdef, weights, text_BTE):
+  return nnx.merge(graphdef, weights).text_keys_values(text_BTE)
+
+
+class VideoPipeline:
+  """The models of a configuration on a mesh, and the stages that turn prompts into frames.
+
+  Models are loaded when a stage first needs them; the text encoder is dropped before the transformer is loaded.
+
+  Args:
+    config: from `pyconfig.initialize`.
+    reporter: where progress goes.
+  Raises:
+    ConfigError: what only shows once devices or weights are known (mesh sizes, heads that do not divide, …).
+  """
+
+  def __init__(self, config, reporter: Reporter | None = None):
+    self.config = config
+    self.reporter = reporter or Reporter("quiet")
+    self.folder = config.folder
+    self.placement = sharding.Placement(mesh_lib.make_mesh(config), sharding.parse_rules(config.logical_axis_rules))
+    self.dtypes = {"dtype": jnp.dtype(config.dtype), "weight_dtype": jnp.dtype(config.weight_dtype)}
+    self.solver = solvers.make_solver(config.solver, config.num_inference_steps, config.flow_shift)
+    self.schedule = (
+      svg_schedule.resolve(config, expert_of_steps(config, self.solver)) if config.attention == "svg" else None
+    )
+    self.steps = plan_steps(config, self.solver, self.schedule)
+    self.attention = self._on_every_device(make_attention(config, self.placement.mesh))
+    self.loras = lora.open_loras(config.loras, config.wan(), config.num_experts)
+    self.experts: dict[int, tuple[Any, Any]] = {}
+    self.vae: WanVae | None = None
+    self.routes: list[np.ndarray | None] = []
+    self.step_seconds: list[float] = []
+    self.compile_seconds = 0.0
+    self._programs: dict[Any, Callable] = {}
+    if config.jax_cache_dir:
+      jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(config.jax_cache_dir).expanduser()))
+
+  def _on_every_device(self, attention: Attention) -> Attention:
+    return attention if self.placement.mesh.size == 1 else Ulysses(attention, self.placement)
+
+  @functools.cache  # noqa: B019 - a pipeline lives as long as its command
+  def svg_attention(self, half_width: int) -> SvgAttention:
+    """The sparse attention of a density, as one device sees it."""
+    return make_svg_attention(self.config, half_width, self.placement.mesh)
+
+  @property
+  def platform(self) -> str:
+    """'cpu', 'gpu' or 'tpu'."""
+    return self.placement.mesh.devices.flat[0].platform
+
+  @contextlib.contextmanager
+  def _on_mesh(self):
+    """Programs traced within it are laid out on this pipeline's mesh."""
+    with jax.set_mesh(self.placement.mesh), sharding.mesh_rules(self.placement):
+      yield
+
+  # --- models
+
+  def _load(self, component: str, make: Callable[[], nnx.Module]) -> nnx.Module:
+    """Weights from the folder, or random ones, created straight in their shards."""
+    graphdef, abstract = nnx.split(nnx.eval_shape(make))
+    abstract = sharding.sharded_abstract(abstract, self.placement)
+    if self.config.debug_sharding:
+      self.reporter.info(f"{component}\n{sharding.debug_sharding(abstract)}")
+    if self.folder is None:
+      return sharding.init_sharded(make, self.placement)
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract)) / 2**30
+    last = start = time.perf_counter()
+
+    def progress(done: int, total: int):
+      nonlocal last
+      now = time.perf_counter()
+      if now - last > 1.0 or done == total and now - start > 1.0:
+        percent = round(100 * done / total)
+        self.reporter.progress(
+          f"loading {component} ({size:.1f} GiB), per cent",
+          percent,
+          100,
+          now - start,
+          (now - start) * (100 - percent) / max(percent, 1),
+          unit="so far",
+        )
+        last = now
+
+    state = folder_lib.load(self.folder, component, abstract, progress)
+    if self.loras.get(component):
+      state = lora.merge(state, self.loras[component])
+    return nnx.merge(graphdef, state)
+
+  def load_expert(self, expert: int) -> tuple[Any, Any]:
+    """(graphdef, weights) of the high-noise (0) or low-noise (1) transformer, loaded on first use."""
+    if expert not in self.experts:
+      seed = expert  # random weights do not depend on the seed of the noise
+      self.experts[expert] = nnx.split(
+        self._load(EXPERTS[expert], lambda: WanTransformer(self.config.wan(), rngs=nnx.Rngs(seed), **self.dtypes))
+      )
+    return self.experts[expert]
+
+  def load_vae(self) -> WanVae:
+    if self.vae is None:
+      self.vae = self._load("vae", lambda: WanVae(self.config.vae(), rngs=nnx.Rngs(0), **self.dtypes))
+    return self.vae
+
+  # --- text
+
+  def encode_prompts(self, prompts: Sequence[str]) -> dict[str, np.ndarray]:
+    """Embeddings [T, E] of each distinct text, and of the negative prompt where guidance needs it, on the host.
+
+    The text encoder is loaded for this and dropped again. Without weights there is no vocabulary either: the embeddings are
+    then random numbers seeded by the text.
+    """
+    negative = [self.config.negative_prompt] if any(step.guided for step in self.steps) else []
+    texts = list(dict.fromkeys([*prompts, *negative]))
+    if self.folder is None:
+      shape = (MAX_LENGTH, self.config.text_dim)
+      return {text: np.random.default_rng(list(text.encode())).standard_normal(shape, np.float32) for text in texts}
+    tokenizer = Tokenizer(str(pathlib.Path(self.folder.tokenizer_path).parent))
+    for text, dropped in zip(texts, tokenizer(texts).truncated, strict=True):
+      if dropped:
+        self.reporter.warn(
+          f"a prompt is {dropped} tokens longer than the {tokenizer.max_length} that the model reads; its end is "
+          f"dropped: {text[:40]!r}…"
+        )
+    embedded: dict[str, np.ndarray] = {}
+    with self._on_mesh():
+      encoder = self._load("text_encoder", lambda: Umt5Encoder(self.config.umt5(), rngs=nnx.Rngs(0), **self.dtypes))
+      for start in range(0, len(texts), PROMPTS_A_BATCH):
+        group = texts[start : start + PROMPTS_A_BATCH]
+        values = np.asarray(encode_prompts(encoder, tokenizer, group)).astype(np.float32)
+        embedded.update(zip(group, values, strict=True))
+    for text, value in embedded.items():
+      if not np.isfinite(value).all():
+        raise NotFiniteError(
+          f"text encoder: NaN or infinity in the embedding of {text[:60]!r}; its weights are damaged or overflow"
+        )
+    return embedded
+
+  # --- denoising
+
+  def initial_noise(self, requests: Sequence[Request]) -> np.ndarray:
+    """float32 [B, F, H, W, C]; depends on each request's seed alone, or is read from `initial_noise_path`."""
+    shape = (*self.config.latent_grid, self.config.in_channels)
+    if self.config.initial_noise_path:
+      noise_CFHW = np.load(self.config.initial_noise_path, allow_pickle=False)
+      return np.broadcast_to(noise_CFHW.transpose(1, 2, 3, 0), (len(requests), *shape))
+    return np.stack([np.asarray(flow_matching.noise(request.seed, shape)) for request in requests])
+
+  def denoise(
+    self, requests: Sequence[Request], embeddings: dict[str, np.ndarray], *, dense: bool = False
+  ) -> Iterator[tuple[Step, jax.Array]]:
+    """Runs all steps for a batch of requests; yields (step, latents [B, F, H, W, C] float32) as each step ends.
+
+    The routes of the run are left in `self.routes` (a [layers, B, heads] bool array for a sparse step, else None) and the
+    seconds in `self.step_seconds`; both start anew here. Compilation is timed apart, in `self.compile_seconds`.
+
+    Args:
+      embeddings: what `encode_prompts` returned. dense: run every step dense (the control of a comparison).
+    Raises:
+      NotFiniteError: names the first step whose latents are not finite.
+    """
+    self.routes, self.step_seconds = [], []
+    state = jax.device_put(self.solver.init(self.initial_noise(requests)), self.placement.replicated)
+    running: collections.deque[tuple[Step, Any, jax.Array, jax.Array]] = collections.deque()
+    last_end = time.perf_counter()
+
+    def finish() -> tuple[Step, jax.Array]:
+      nonlocal last_end
+      step, state, temporal_LBN, finite = running.popleft()
+      if not bool(finite):
+        raise NotFiniteError(
+          f"denoising step {step.index + 1} of {len(self.steps)} (timestep {step.timestep:g}, "
+          f"{EXPERTS[step.expert]}): NaN or infinity in the latents; try dtype=float32, or check the weights"
+        )
+      now = time.perf_counter()
+      self.step_seconds.append(now - last_end)
+      last_end = now
+      self.routes.append(np.asarray(temporal_LBN) if self._is_sparse(step, dense) else None)
+      return step, state.sample
+
+    text_kv, expert = None, None
+    for step in self.steps:
+      if step.expert != expert:
+        while running:  # so that loading the next expert is not counted as a step
+          yield finish()
+        text_kv, expert = None, step.expert  # the old expert's keys and values go before the new one's come
+        graphdef, weights = self.load_expert(expert)
+        text_kv = self._text_keys_values(graphdef, weights, requests, embeddings, step.guided)
+        last_end = time.perf_counter()
+      layers = np.zeros(self.config.num_layers, bool)
+      if self._is_sparse(step, dense):
+        layers[step.sparse.layer_start : step.sparse.layer_end] = True
+      arguments = (
+        weights,
+        state,
+        self.solver.row(step.index),
+        np.float32(step.timestep),
+        np.float32(step.guidance),
+        text_kv,
+        layers,
+      )
+      program, seconds = self._program(graphdef, step, dense, arguments)
+      last_end += seconds
+      state, temporal_LBN, finite = program(*arguments)
+      running.append((step, state, temporal_LBN, finite))
+      if len(running) >= STEPS_IN_FLIGHT:
+        yield finish()
+    while running:
+      yield finish()
+
+  def _is_sparse(self, step: Step, dense: bool) -> bool:
+    return step.sparse is not None and not dense
+
+  def _text_keys_values(self, graphdef, weights, requests, embeddings, guided):
+    text = [embeddings[request.prompt] for request in requests]
+    if guided:
+      text += [embeddings[self.config.negative_prompt]] * len(requests)
+    with self._on_mesh():
+      return _text_keys_values(graphdef, weights, np.stack(text))
+
+  def _program(self, graphdef, step: Step, dense: bool, arguments) -> tuple[Callable, float]:
+    """The compiled step, and the seconds spent compiling it now (0 when it existed).
+
+    One program for dense steps and one a density, whatever the routes, the layers and the expert: those are data.
+    """
+    sparse = self._on_every_device(self.svg_attention(step.sparse.half_width)) if self._is_sparse(step, dense) else None
+    batch = arguments[1].sample.shape[0]
+    key = (graphdef, step.guided, sparse, batch)
+    if key in self._programs:
+      return self._programs[key], 0.0
+    start = time.perf_counter()
+    with self._on_mesh():
+      replicated = self.placement.replicated
+      lowered = jax.jit(denoise, static_argnames=STATIC, out_shardings=(replicated, None, replicated)).lower(
+        graphdef,
+        *arguments,
+        solver_step=self.solver.step,
+        guided=step.guided,
+        attention=self.attention,
+        sparse_attention=sparse,
+      )
+      self._programs[key] = lowered.compile(compiler_options=compiler_options(self.platform))
+    seconds = time.perf_counter() - start
+    self.compile_seconds += seconds
+    return self._programs[key], seconds
+
+  # --- pixels
+
+  def frames(self, latents_BFHWC) -> Iterator[np.ndarray]:
+    """Frames of the latents, a few at a time: float32 [B, T, height, width, 3] in [-1, 1].
+
+    Raises:
+      NotFiniteError: names the frame at which the VAE gave NaN or infinity.
+    """
+    if not np.isfinite(np.asarray(latents_BFHWC)).all():
+      raise NotFiniteError("latents: NaN or infinity before the VAE; nothing was written")
+    vae = self.load_vae()
+    done = 0
+    with self._on_mesh():
+      for frames in decode_frames(
+        vae, jnp.asarray(latents_BFHWC), tile_size=self.config.vae_tile_size, tile_overlap=self.config.vae_tile_overlap
+      ):
+        frames = np.asarray(frames, np.float32)
+        if not np.isfinite(frames).all():
+          raise NotFiniteError(
+            f"VAE: NaN or infinity in frames {done + 1} to {done + frames.shape[1]}; nothing was written; "
+            "try dtype=float32"
+          )
+        done += frames.shape[1]
+        yield frames
+
+  # --- what the run is, in words and for run.json
+
+  def seconds_left(self) -> float | None:
+    """Estimate from the steps so far, each remaining one taken as the mean of its own kind where there is one."""
+    done = list(zip(self.steps, self.step_seconds, strict=False))[1:] or list(
+      zip(self.steps, self.step_seconds, strict=False)
+    )
+    if not done:
+      return None
+    by_kind: dict[Any, list[float]] = collections.defaultdict(list)
+    for step, seconds in done:
+      by_kind[step.kind].append(seconds)
+    overall = float(np.mean([seconds for _, seconds in done]))
+    return sum(
+      float(np.mean(by_kind[step.kind])) if step.kind in by_kind else overall
+      for step in self.steps[len(self.step_seconds) :]
+    )
+
+  def devices_record(self) -> dict[str, Any]:
+    mesh = self.placement.mesh
+    device = mesh.devices.flat[0]
+    return {
+      "platform": device.platform,
+      "kind": device.device_kind,
+      "count": mesh.size,
+      "mesh": dict(mesh.shape),
+      "processes": jax.process_count(),
+    }
+
+  def describe(self) -> list[str]:
+    """The plan, before anything is loaded."""
+    config = self.config
+    F, H, W = config.token_grid
+    guided = sum(step.guided for step in self.steps)
+    lines = [
+      f"{config.width}×{config.height}, {config.num_frames} frames at {config.fps:g} fps: "
+      f"{F}×{H}×{W} = {config.num_tokens:,} tokens, {len(self.steps)} steps ({config.solver}, shift {config.flow_shift:g}), "
+      f"guidance {' / '.join(f'{g:g}' for g in config.guidance_scales)} in {guided} of them",
+      f"on {mesh_lib.describe(self.placement.mesh)}; dense attention: "
+      f"{make_attention(config, self.placement.mesh).describe()}",
+    ]
+    if self.schedule is not None:
+      lines += self.schedule.describe()
+      lines += [self.svg_attention(w).describe(config.token_grid) for w in self._half_widths()]
+    return lines
+
+  def _half_widths(self) -> list[int]:
+    return list(dict.fromkeys(step.sparse.half_width for step in self.steps if step.sparse is not None))

@@ -1,0 +1,174 @@
+"""decode as a user types it: parity with the reference pipeline, files, resuming, interruption."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from MaxText import decode
+from MaxText.video_io import read_video
+
+REPOSITORY = pathlib.Path(__file__).parent.parent.parent
+PIPELINES = REPOSITORY / "tests" / "golden" / "pipelines"
+FLOAT32 = ["dtype=float32", "weight_dtype=float32"]
+
+
+def golden_arguments(name):
+  args = json.loads((PIPELINES / name / "args.json").read_text())
+  guidance_2 = args.pop("guidance_scale_2", None)
+  if guidance_2 is not None:
+    args["guidance_scale"] = [args["guidance_scale"], guidance_2]
+  return [
+    f"load_parameters_path={PIPELINES / name / 'pipe'}",
+    f"initial_noise_path={PIPELINES / name / 'noise.npy'}",
+    *(f"{key}={value}" for key, value in args.items() if value is not None),
+  ]
+
+
+def run(tmp_path, *arguments, name="run", status=0):
+  argv = [
+    "configs/video.yml",
+    f"base_output_directory={tmp_path}",
+    f"run_name={name}",
+    "log_format=quiet",
+    *FLOAT32,
+    *arguments,
+  ]
+  assert decode.main(argv) == status
+  return tmp_path / name
+
+
+@pytest.mark.parametrize("name", ["one_expert", "two_experts", "five_heads_euler", "one_frame"])
+@pytest.mark.parametrize(
+  "attention", [["attention=dot_product"], ["attention=svg", "svg_density=1.0"]], ids=["dense", "svg_all"]
+)
+def test_equals_the_reference_pipeline(tmp_path, name, attention):
+  folder = run(tmp_path, *golden_arguments(name), *attention, "save_latents=true")
+  latents, expected = np.load(folder / "latents.npy"), np.load(PIPELINES / name / "latents.npy")
+  assert np.linalg.norm(latents - expected) <= 1e-3 * np.linalg.norm(expected)
+  frames = np.load(PIPELINES / name / "frames.npz")["frames"].astype(np.float32)
+  video = read_video(folder / "video.mp4").astype(np.float32) / 255
+  assert video.shape == frames.shape
+  assert np.abs(video - frames).mean() < 0.05  # through H.264; the exact comparison is test_pipeline's
+  record = json.loads((folder / "run.json").read_text())
+  assert record["status"] == "finished" and record["random_weights"] is False
+
+
+def small(*more):
+  return [
+    "init_random_weights=true",
+    "prompt=a ball",
+    "height=32",
+    "width=48",
+    "num_frames=5",
+    "num_inference_steps=3",
+    *more,
+  ]
+
+
+def test_several_videos_and_seeds_do_not_depend_on_the_batch(tmp_path):
+  prompts = tmp_path / "prompts.txt"
+  prompts.write_text("a ball\n🎈 /../ " + "x" * 300 + "\n", encoding="utf-8")
+  shared = [a for a in small() if not a.startswith("prompt=")] + ["save_latents=true"]
+  alone = run(tmp_path, *shared, f"prompts_file={prompts}", "num_videos_per_prompt=2", name="alone")
+  together = run(tmp_path, *shared, f"prompts_file={prompts}", "num_videos_per_prompt=2", "batch_size=3", name="together")
+  names = sorted(path.name for path in alone.glob("*.mp4"))
+  assert names == ["000.mp4", "001.mp4", "002.mp4", "003.mp4"]
+  loaded = [np.load(alone / f"{i:03d}.latents.npy") for i in range(4)]
+  for i in range(4):
+    np.testing.assert_allclose(np.load(together / f"{i:03d}.latents.npy"), loaded[i], rtol=1e-5, atol=1e-5)
+  assert np.abs(loaded[0] - loaded[1]).max() > 0.1 and np.abs(loaded[0] - loaded[2]).max() > 1e-3
+  assert [v["seed"] for v in json.loads((alone / "run.json").read_text())["videos"]] == [0, 1, 0, 1]
+
+
+def test_resume_makes_only_what_is_missing(tmp_path):
+  folder = run(tmp_path, *small("num_videos_per_prompt=3"))
+  assert run(tmp_path, *small("num_videos_per_prompt=3"), status=2)  # never over an existing run
+  before = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.mp4")}
+  (folder / "001.mp4").unlink()
+  (folder / "002.mp4.tmp").write_bytes(b"half a file")
+  assert run(tmp_path, *small("num_videos_per_prompt=3", "resume=true", "seed=1"), status=2)  # another seed: another run
+  run(tmp_path, *small("num_videos_per_prompt=3", "resume=true"))
+  after = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.mp4")}
+  assert set(after) == set(before) and not list(folder.glob("*.tmp"))
+  assert {name for name in after if after[name] != before[name]} == {"001.mp4"}
+
+
+def test_saved_latents_decode_again_to_the_same_video(tmp_path):
+  first = run(tmp_path, *small("save_latents=true"), name="first")
+  again = run(tmp_path, "init_random_weights=true", f"latents_path={first / 'latents.npy'}", name="again")
+  np.testing.assert_array_equal(read_video(again / "video.mp4"), read_video(first / "video.mp4"))
+  assert (first / "latents.npy").exists()
+
+
+def test_latents_are_removed_unless_asked_for(tmp_path):
+  folder = run(tmp_path, *small())
+  assert sorted(path.name for path in folder.iterdir()) == ["run.json", "video.mp4"]
+
+
+@pytest.mark.parametrize(
+  "arguments",
+  [
+    ["num_frames=1"],
+    ["height=16", "width=16"],
+    ["height=16", "width=160"],
+    ["height=96", "width=16"],
+    ["num_inference_steps=1"],
+    ["guidance_scale=0"],
+    ["guidance_scale=1"],
+    ["seed=9223372036854775807"],
+    ["solver=euler"],
+  ],
+  ids=lambda a: "-".join(a),
+)
+def test_odd_but_legal(tmp_path, arguments):
+  keys = {a.partition("=")[0] for a in arguments}
+  folder = run(tmp_path, *(a for a in small("attention=svg") if a.partition("=")[0] not in keys), *arguments)
+  values = dict(a.split("=") for a in [*small(), *arguments])
+  frames = read_video(folder / "video.mp4")
+  assert frames.shape == (int(values["num_frames"]), int(values["height"]), int(values["width"]), 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_stopping_keeps_what_is_done(tmp_path, number):
+  arguments = [
+    sys.executable,
+    "-m",
+    "MaxText.decode",
+    "configs/video.yml",
+    f"base_output_directory={tmp_path}",
+    "run_name=run",
+    "log_format=json",
+    *FLOAT32,
+    *small("num_inference_steps=400", "height=64", "width=64")[:2],
+    "num_inference_steps=400",
+    "height=64",
+    "width=64",
+    "num_frames=5",
+  ]
+  process = subprocess.Popen(
+    arguments, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"}
+  )
+  for line in process.stdout:
+    event = json.loads(line)
+    if event["event"] == "progress" and event["done"] >= 3:
+      break
+  process.send_signal(number)
+  process.stdout.read()
+  assert process.wait(60) in ({-signal.SIGKILL} if number == signal.SIGKILL else {1})
+  folder = tmp_path / "run"
+  assert not (folder / "video.mp4").exists()
+  kept = list(folder.glob("video.step-*.latents.npy"))
+  assert bool(kept) == (number != signal.SIGKILL)
+  start = time.monotonic()
+  argv = [*arguments[3:], "resume=true"]
+  argv[argv.index("log_format=json")] = "log_format=quiet"
+  assert decode.main(argv) == 0 and time.monotonic() - start < 120
+  assert sorted(path.name for path in folder.iterdir()) == ["run.json", "video.mp4"]
