@@ -16,11 +16,11 @@ square matrix changes the result. The cases differ in heads, head dim, width, ex
 """
 
 import dataclasses
+import io
 import json
 import pathlib
 import shutil
 import sys
-import tempfile
 
 import numpy as np
 import sentencepiece
@@ -163,16 +163,15 @@ def randomise(module: torch.nn.Module, generator: torch.Generator) -> torch.nn.M
   return module.eval()
 
 
-def make_tokenizer(case: Case, folder: pathlib.Path) -> T5TokenizerFast:
-  """Trains a sentencepiece model on random sentences; leaves folder/spiece.model, returns the equal fast tokenizer."""
+def train_spiece(case: Case) -> bytes:
+  """A sentencepiece model of random sentences, as spiece.model holds it."""
   words = "a the two and red blue green ball square cat dogs sun snow river moves rises slowly over behind".split()
   rng = np.random.default_rng(case.seed)
-  corpus = folder / "corpus.txt"
   sentences = (" ".join(rng.choice(words, rng.integers(4, 12))) + rng.choice([".", ",", "!"]) for _ in range(500))
-  corpus.write_text("\n".join(sentences))
+  model = io.BytesIO()
   sentencepiece.SentencePieceTrainer.train(
-    input=str(corpus),
-    model_prefix=str(folder / "spiece"),
+    sentence_iterator=sentences,
+    model_writer=model,
     vocab_size=90,
     hard_vocab_limit=False,
     pad_id=0,
@@ -182,7 +181,12 @@ def make_tokenizer(case: Case, folder: pathlib.Path) -> T5TokenizerFast:
     normalization_rule_name="identity",  # the real model's NFKC table would take 0.5 MB here
     minloglevel=2,
   )
-  proto = sentencepiece_model_pb2.ModelProto.FromString((folder / "spiece.model").read_bytes())
+  return model.getvalue()
+
+
+def fast_tokenizer(spiece: bytes) -> T5TokenizerFast:
+  """The tokenizer that the oracle uses, equal to the sentencepiece model."""
+  proto = sentencepiece_model_pb2.ModelProto.FromString(spiece)
   vocab = [(piece.piece, piece.score) for piece in proto.pieces]
   fast = tokenizers.Tokenizer(tokenizers.models.Unigram(vocab, unk_id=2, byte_fallback=False))
   fast.normalizer = tokenizers.normalizers.Replace(tokenizers.Regex(" {2,}"), " ")
@@ -196,8 +200,8 @@ def make_tokenizer(case: Case, folder: pathlib.Path) -> T5TokenizerFast:
   )
 
 
-def make_pipe(case: Case, folder: pathlib.Path) -> WanPipeline:
-  """Builds the random pipeline of `case`; `folder` is scratch space for the tokenizer."""
+def make_pipe(case: Case, tokenizer: T5TokenizerFast) -> WanPipeline:
+  """Builds the random pipeline of `case`."""
   generator = torch.Generator().manual_seed(case.seed)
 
   def transformer() -> WanTransformer3DModel:
@@ -215,7 +219,6 @@ def make_pipe(case: Case, folder: pathlib.Path) -> WanPipeline:
       generator,
     )
 
-  tokenizer = make_tokenizer(case, folder)
   text_encoder = UMT5EncoderModel(
     UMT5Config(
       vocab_size=len(tokenizer) + 6,  # the real table is longer than the tokenizer, too
@@ -250,10 +253,10 @@ def make_pipe(case: Case, folder: pathlib.Path) -> WanPipeline:
   return WanPipeline(tokenizer=tokenizer, text_encoder=text_encoder, vae=vae, scheduler=scheduler, **experts)
 
 
-def check_tokens(pipe: WanPipeline, spiece: pathlib.Path, prompt: str) -> None:
+def check_tokens(pipe: WanPipeline, spiece: bytes, prompt: str) -> None:
   """Fails where tokenizer.json, which the oracle reads, and spiece.model, which we read, disagree about `prompt`."""
   cleaned = prompt_clean(prompt)
-  expected = sentencepiece.SentencePieceProcessor(model_file=str(spiece)).encode(cleaned) + [1]
+  expected = sentencepiece.SentencePieceProcessor(model_proto=spiece).encode(cleaned) + [1]
   got = pipe.tokenizer(cleaned).input_ids
   if got != expected:
     raise AssertionError(f"tokenizer.json gives {got}, spiece.model {expected} for {cleaned!r}")
@@ -264,10 +267,9 @@ def make_case(name: str) -> None:
   case, out = CASES[name], ROOT / name
   shutil.rmtree(out, ignore_errors=True)
   out.mkdir(parents=True)
-  with tempfile.TemporaryDirectory() as scratch:
-    made = make_pipe(case, pathlib.Path(scratch))
-    made.save_pretrained(out / "pipe", max_shard_size=case.max_shard_size)
-    spiece = shutil.copy(pathlib.Path(scratch) / "spiece.model", out / "pipe" / "tokenizer" / "spiece.model")
+  spiece = train_spiece(case)
+  make_pipe(case, fast_tokenizer(spiece)).save_pretrained(out / "pipe", max_shard_size=case.max_shard_size)
+  (out / "pipe" / "tokenizer" / "spiece.model").write_bytes(spiece)
   pipe = WanPipeline.from_pretrained(out / "pipe")  # what is on disk is what generates
   pipe.set_progress_bar_config(disable=True)
   for text in (case.prompt, case.negative_prompt):

@@ -3,8 +3,8 @@
 Run with the oracle's Python: python tests/golden/make_solvers.py
 
 Keys, for every solver (unipc, euler), number of steps N and shift, joined as SOLVER-N-SHIFT:
-  …-timesteps [N] and …-sigmas [N + 1], as the scheduler holds them; …-samples [N, 6, 7], float32, after every step if N is
-  one of TRAJECTORY_STEPS, else only after the last one [1, 6, 7].
+  …-timesteps [N] and …-sigmas [N + 1], as the scheduler holds them; …-samples [N, 6, 7], float32, after every step if N
+  is one of TRAJECTORY_STEPS, else only after the last one [1, 6, 7].
 "noise" [6, 7] is the sample that all start from, "mix" [7, 7] a constant of the toy model.
 """
 
