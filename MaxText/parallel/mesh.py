@@ -84,9 +84,9 @@ def _misfit(sizes: Mapping[str, int], product: int, count: int, units: str, infe
 
 
 def slice_of(device: Any) -> int:
-  """Number of the slice a device belongs to; platforms without slices count a process as one."""
-  index = getattr(device, "slice_index", None)
-  return device.process_index if index is None else index
+  """Number of the slice a device belongs to; off TPU a process counts as one where the device does not say."""
+  # Devices of a one-slice TPU topology that is only compiled for carry no slice_index, but the index of their host.
+  return getattr(device, "slice_index", 0 if device.platform == "tpu" else device.process_index)
 
 
 def make_mesh(config: Any, devs: Sequence[Any] | None = None) -> Mesh:
@@ -107,9 +107,8 @@ def make_mesh(config: Any, devs: Sequence[Any] | None = None) -> Mesh:
   if slices == 1:
     array = mesh_utils.create_device_mesh(ici_shape, devs, allow_split_physical_axes=True)
   else:
-    by_process = getattr(devs[0], "slice_index", None) is None
-    array = mesh_utils.create_hybrid_device_mesh(ici_shape, dcn_shape, devs, process_is_granule=by_process,
-                                                 allow_split_physical_axes=True)
+    array = mesh_utils.create_hybrid_device_mesh(
+      ici_shape, dcn_shape, devs, process_is_granule=not hasattr(devs[0], "slice_index"), allow_split_physical_axes=True)
   return Mesh(array, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 

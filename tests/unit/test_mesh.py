@@ -84,6 +84,13 @@ def test_slices_go_to_the_dcn_axis(monkeypatch):
     mesh.make_mesh(config(ici_context_parallelism=-1), [SliceDevice(i) for i in range(8)])
 
 
+def test_hosts_of_one_slice_are_no_slices():
+  host = types.SimpleNamespace(platform="tpu", process_index=1)
+  assert mesh.slice_of(host) == 0
+  assert mesh.slice_of(types.SimpleNamespace(platform="cpu", process_index=1)) == 1
+  assert mesh.slice_of(SliceDevice(7)) == 1
+
+
 @pytest.mark.parametrize("rule, word", [
   ("embed", "is no rule"), (["embd", "fsdp"], "did you mean 'embed'"), (["embed", "fdsp"], "did you mean 'fsdp'"),
   (["embed", ["fsdp", "fsdp"]], "twice"),
