@@ -57,12 +57,14 @@ class KernelTiling:
     chunk: keys of one pass of the unmasked body (a multiple of 16; multiples of 256 fill the MXU).
     unroll: whether the unmasked body is one straight line (True) or a loop over chunks.
     probe: keys of the first tile that give the reference maximum.
+    reference_in_mxu: subtract m inside the product: free on 256-deep MXUs (v6e, tpu7x), twice the work on 128-deep ones.
     vmem_limit_bytes: scoped VMEM that the compiler may use.
   """
 
   chunk: int = 1024
   unroll: bool = True
   probe: int = 256
+  reference_in_mxu: bool = True
   vmem_limit_bytes: int = 110 * 2**20
 
 
@@ -77,7 +79,8 @@ def _kernel(
   flags = flags_L[step]
   _, row, col = steplib.unpack_block(blocks_L[step])
   block_q, block_kv = q_ref.shape[0], k_ref.shape[0]
-  has = lambda bit: (flags & bit) != 0
+  def has(bit):
+    return (flags & bit) != 0
 
   by_band = plan.edges_P3S is not None
 
@@ -143,8 +146,12 @@ def _kernel(
 
   def attend(start, size, src, dst, keep=None):
     """Adds `size` keys to the state; `keep` [c, q] masks pairs, None keeps all."""
-    k = jnp.concatenate([k_ref[pl.ds(start, size), :], ones_for_reference(size)], axis=1)
-    s = lax.dot_general(k, qt_s[...], NN, preferred_element_type=f32)
+    k = k_ref[pl.ds(start, size), :]
+    if tiling.reference_in_mxu:
+      k = jnp.concatenate([k, ones_for_reference(size)], axis=1)
+      s = lax.dot_general(k, qt_s[...], NN, preferred_element_type=f32)
+    else:
+      s = lax.dot_general(k, qt_s[:LANES, :], NN, preferred_element_type=f32) - read_reference()
     if keep is not None:
       s = jnp.where(keep, s, MASKED)
     v = v_ref[pl.ds(start, size), :]
@@ -293,7 +300,8 @@ def block_sparse_attention(
   blocks_L, flags_L = launch_steps(plan, pattern_H.astype(jnp.int32), H)
 
   block_q, block_kv = plan.block_q, plan.block_kv
-  at = lambda pick: lambda s, blocks, flags: pick(*steplib.unpack_block(blocks[s]), flags[s])
+  def at(pick):
+    return lambda s, blocks, flags: pick(*steplib.unpack_block(blocks[s]), flags[s])
   q_spec = pl.BlockSpec((None, block_q, LANES), at(lambda h, r, c, f: (h, r, 0)))
   kv_spec = pl.BlockSpec((None, block_kv, LANES), at(lambda h, r, c, f: (h, c, 0)))
   in_specs, operands = [q_spec, kv_spec, kv_spec], [q_HSD, k_HTD, v_HTD]

@@ -181,7 +181,8 @@ def plan_steps(
     lists.append(words_of_steps)
     covered &= ok
   length = max(len(b) for b, _ in lists)
-  pad = lambda x, fill: np.concatenate([x, np.full(length - len(x), fill, np.int32)])
+  def pad(x, fill):
+    return np.concatenate([x, np.full(length - len(x), fill, np.int32)])
   edges = None
   if intervals is not None:
     edges = np.zeros((len(intervals), 3, R * block_q), np.int32)

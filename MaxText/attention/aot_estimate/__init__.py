@@ -1,0 +1,11 @@
+"""Ahead-of-time estimates of the attention kernels: libtpu compiles for a TPU topology on any machine, and the final
+instruction schedule it dumps says how many cycles each part of the kernel takes (one bundle is one cycle).
+
+  case.py      what to compile: kernel, shape, tiles, topology
+  schedule.py  the dumped bundles as a tree of loops and predicated regions
+  compile.py   the child process that compiles (libtpu reads its flags before jax starts)
+  estimate.py  bundles x executions / clock
+
+What an estimate does not see: waits for HBM, bank conflicts, instruction fetch, power. Numbers from here are always
+labelled "AOT estimate".
+"""
