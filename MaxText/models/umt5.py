@@ -47,6 +47,14 @@ class Umt5Config:
   max_distance: int = 128
   eps: float = 1e-6
 
+  def __post_init__(self):
+    # A quarter of the buckets counts single tokens, and the logarithm starts where they end.
+    if self.num_buckets < 4 or self.max_distance <= self.num_buckets // 4:
+      raise ValueError(
+        f"num_buckets = {self.num_buckets} and max_distance = {self.max_distance} do not fit: at least 4 buckets are "
+        "needed, and a distance above a quarter of their number"
+      )
+
 
 def relative_buckets(length: int, num_buckets: int, max_distance: int) -> np.ndarray:
   """Bucket of every (query, key) pair: int32 [length, length].

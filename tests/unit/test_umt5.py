@@ -110,6 +110,12 @@ def test_buckets_equal_reference():
     np.testing.assert_array_equal(ours[350], golden[setting][350:1051])
 
 
+@pytest.mark.parametrize("wrong", [dict(num_buckets=3), dict(max_distance=8), dict(num_buckets=0)])
+def test_impossible_buckets_are_refused(wrong):
+  with pytest.raises(ValueError, match="num_buckets"):
+    umt5.Umt5Config(**wrong)
+
+
 def test_padding_changes_nothing():
   encoder, golden = load("buckets")
   length = int(golden["mask"][0].sum())
