@@ -81,18 +81,23 @@ def write_diffusers(folder: Folder, path: str, flow_shift: float, progress: Prog
     progress: called with (component, bytes read, bytes in all).
   """
   os.makedirs(path)
-  for part, config in _configs(folder, flow_shift).items():
-    file = _CONFIG_FILES.get(part, f"{part}/config.json")
-    os.makedirs(os.path.dirname(os.path.join(path, file)), exist_ok=True)
-    with open(os.path.join(path, file), "w", encoding="utf-8") as f:
-      json.dump(config, f, indent=2, sort_keys=True)
-      f.write("\n")
+  write_configs(folder, path, flow_shift)
   shutil.copytree(os.path.dirname(folder.tokenizer_path), os.path.join(path, "tokenizer"))
   for component in folder.components:
     arrays = _load_as_stored(folder, component, progress)
     rows, dtypes = names.tensors(component, folder.architecture(component)), stored_dtypes(folder, component)
     write_shards(os.path.join(path, component), diffusers_folder.STEMS[component], rows, arrays, dtypes)
     del arrays
+
+
+def write_configs(folder: Folder, path: str, flow_shift: float):
+  """Writes the JSON files of a Diffusers folder, and the subfolders that its parts go into."""
+  for part, config in _configs(folder, flow_shift).items():
+    file = os.path.join(path, _CONFIG_FILES.get(part, f"{part}/config.json"))
+    os.makedirs(os.path.dirname(file), exist_ok=True)
+    with open(file, "w", encoding="utf-8") as f:
+      json.dump(config, f, indent=2, sort_keys=True)
+      f.write("\n")
 
 
 def write_shards(
