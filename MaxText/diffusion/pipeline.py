@@ -255,7 +255,7 @@ class VideoPipeline:
     if self.config.debug_sharding:
       self.reporter.info(f"{component}\n{sharding.debug_sharding(abstract)}")
     if self.folder is None:
-      return sharding.init_sharded(make, self.placement)
+      return sharding.init_sharded(make, self.placement, seed=EXPERTS.index(component) if component in EXPERTS else 0)
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract)) / 2**30
     last = start = time.perf_counter()
 
@@ -282,9 +282,8 @@ class VideoPipeline:
   def load_expert(self, expert: int) -> tuple[Any, Any]:
     """(graphdef, weights) of the high-noise (0) or low-noise (1) transformer, loaded on first use."""
     if expert not in self.experts:
-      seed = expert  # random weights do not depend on the seed of the noise
       self.experts[expert] = nnx.split(
-        self._load(EXPERTS[expert], lambda: WanTransformer(self.config.wan(), rngs=nnx.Rngs(seed), **self.dtypes))
+        self._load(EXPERTS[expert], lambda: WanTransformer(self.config.wan(), rngs=nnx.Rngs(0), **self.dtypes))
       )
     return self.experts[expert]
 
@@ -298,8 +297,8 @@ class VideoPipeline:
   def encode_prompts(self, prompts: Sequence[str]) -> dict[str, np.ndarray]:
     """Embeddings [T, E] of each distinct text, and of the negative prompt where guidance needs it, on the host.
 
-    The text encoder is loaded for this and dropped again. Without weights there is no vocabulary either: the embeddings are
-    then random numbers seeded by the text.
+    The text encoder is loaded for this and dropped again. Without weights there is no vocabulary either: the embeddings
+    are then random numbers seeded by the text.
     """
     negative = [self.config.negative_prompt] if any(step.guided for step in self.steps) else []
     texts = list(dict.fromkeys([*prompts, *negative]))
@@ -496,8 +495,8 @@ class VideoPipeline:
     guided = sum(step.guided for step in self.steps)
     lines = [
       f"{config.width}×{config.height}, {config.num_frames} frames at {config.fps:g} fps: "
-      f"{F}×{H}×{W} = {config.num_tokens:,} tokens, {len(self.steps)} steps ({config.solver}, shift {config.flow_shift:g}), "
-      f"guidance {' / '.join(f'{g:g}' for g in config.guidance_scales)} in {guided} of them",
+      f"{F}×{H}×{W} = {config.num_tokens:,} tokens, {len(self.steps)} steps "
+      f"({config.solver}, shift {config.flow_shift:g}), guidance {' / '.join(f'{g:g}' for g in config.guidance_scales)} in {guided} of them",
       f"on {mesh_lib.describe(self.placement.mesh)}; dense attention: "
       f"{make_attention(config, self.placement.mesh).describe()}",
     ]

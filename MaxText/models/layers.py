@@ -1,10 +1,10 @@
 """Building blocks shared by the models: one way to declare a parameter, linear layers and norms.
 
-A parameter is declared once, with shape, storage type, logical axis names and initialiser. Names, not mesh axes: the rules in
-base.yml (`logical_axis_rules`) map them to the mesh, so the models say nothing about parallelism.
+A parameter is declared once, with shape, storage type, logical axis names and initialiser. Names, not mesh axes: the
+rules in base.yml (`logical_axis_rules`) map them to the mesh, so the models say nothing about parallelism.
 
-Repeated blocks are not vmapped. A block made with `stack=L` declares every parameter with a leading 'layers' axis of length L;
-the forward pass scans over that axis and runs the same code on one layer's slice.
+Repeated blocks are not vmapped. A block made with `stack=L` declares every parameter with a leading 'layers' axis of
+length L; the forward pass scans over that axis and runs the same code on one layer's slice.
 
 Dimensions: E width in, O width out.
 """
@@ -13,29 +13,37 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-Initializer = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
+
+@dataclasses.dataclass(frozen=True)
+class Initializer:
+  """Gaussian of the given mean and standard deviation; 0 makes a constant.
+
+  A parameter carries its initialiser in its metadata (`init`), so that random weights can be made one by one, each
+  straight in its shards, without compiling the whole model's initialisation (parallel/sharding.py).
+  """
+
+  mean: float = 0.0
+  stddev: float = 0.0
+
+  def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    if self.stddev == 0.0:
+      return jnp.full(shape, self.mean, dtype)
+    return (self.mean + self.stddev * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
 
 
-def zeros(key, shape, dtype):
-  del key
-  return jnp.zeros(shape, dtype)
-
-
-def ones(key, shape, dtype):
-  del key
-  return jnp.ones(shape, dtype)
+zeros = Initializer()
+ones = Initializer(mean=1.0)
 
 
 def normal(stddev: float) -> Initializer:
   """Gaussian of mean 0 and the given standard deviation."""
-  return lambda key, shape, dtype: (stddev * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
+  return Initializer(stddev=stddev)
 
 
 def fan_in(num_inputs: int) -> Initializer:
@@ -63,13 +71,13 @@ class ParamMaker:
     return dataclasses.replace(self, stack=num_layers)
 
   def __call__(self, shape, axes, init: Initializer, *, float32: bool = False) -> nnx.Param:
-    """Returns an `nnx.Param` of `shape` with one logical name (or None) a dimension in its metadata `axes`."""
+    """Returns an `nnx.Param` of `shape`; its metadata holds `axes` (a logical name or None a dimension) and `init`."""
     if len(shape) != len(axes):
       raise ValueError(f"a parameter of shape {shape} needs {len(shape)} axis names, got {axes}")
     if self.stack is not None:
       shape, axes = (self.stack, *shape), ("layers", *axes)
     dtype = jnp.float32 if float32 else self.weight_dtype
-    return nnx.Param(init(self.rngs.params(), tuple(shape), dtype), axes=tuple(axes))
+    return nnx.Param(init(self.rngs.params(), tuple(shape), dtype), axes=tuple(axes), init=init)
 
 
 class Linear(nnx.Module):

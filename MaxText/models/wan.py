@@ -1,11 +1,12 @@
 """The Wan video diffusion transformer (text to video, 2.1 and 2.2 A14B), any size.
 
 The path through a forward pass: patches → tokens → L blocks of (self-attention, cross-attention to the text, MLP), each
-modulated by the timestep → patches. Self-attention is whatever callable the caller hands in (see MaxText.attention), dense for
-some layers and sparse for others by a traced flag per layer; the model itself is the same for every kind.
+modulated by the timestep → patches. Self-attention is whatever callable the caller hands in (see MaxText.attention),
+dense for some layers and sparse for others by a traced flag per layer; the model itself is the same for every kind.
 
-Dimensions: B batch, F H W token grid, S = F·H·W tokens, T text tokens, N heads, D head dim, E = N·D width, C latent channels,
-L layers, P = patch volume. Architecture: Wan 2.1 technical report (arXiv 2503.20314) and the published checkpoints.
+Dimensions: B batch, F H W token grid, S = F·H·W tokens, T text tokens, N heads, D head dim, E = N·D width, C latent
+channels, L layers, P = patch volume. Architecture: Wan 2.1 technical report (arXiv 2503.20314) and the published
+checkpoints.
 """
 
 from __future__ import annotations
@@ -76,9 +77,9 @@ def unpatchify(tokens_BSP, grid: Grid, patch_size):
 def rotary_tables(grid: Grid, head_dim: int) -> tuple[np.ndarray, np.ndarray]:
   """Cosines and signed sines of the 3-D rotary embedding, float32 [S, D] each.
 
-  The head dim is split over (t, h, w): h and w take 2·⌊D/6⌋ each, t the rest; within a part, neighbouring channels form the
-  rotated pairs. The sine's sign is folded in (− for the even channel), so that a rotation is x·cos + swap_pairs(x)·sin.
-  Angles are computed in float64, as the reference does.
+  The head dim is split over (t, h, w): h and w take 2·⌊D/6⌋ each, t the rest; within a part, neighbouring channels form
+  the rotated pairs. The sine's sign is folded in (− for the even channel), so that a rotation is x·cos +
+  swap_pairs(x)·sin. Angles are computed in float64, as the reference does.
   """
   F, H, W = grid
   dim_hw = 2 * (head_dim // 6)
@@ -237,7 +238,8 @@ class WanTransformer(nnx.Module):
   def text_keys_values(self, text_BTE):
     """Keys and values of every layer's cross-attention: two arrays [L, B, T, N, D].
 
-    They depend on the prompt alone, so a sampler computes them once. text_BTE: text encoder output, zeros past the prompt.
+    They depend on the prompt alone, so a sampler computes them once. text_BTE: text encoder output, zeros past the
+    prompt.
     """
     text_BTE = self.condition_embedder.text_embedder(text_BTE.astype(self.dtype))
     text_BTE = sharding.constrain(text_BTE, (sharding.BATCH, None, None))
@@ -292,8 +294,8 @@ class WanTransformer(nnx.Module):
     with jax.named_scope("blocks"):
       x_BSE, temporal_LBN = jax.lax.scan(layer, x_BSE, (stacked, text_kv, sparse_layers_L))
     with jax.named_scope("unembed"):
-      modulation_B2E = sharding.constrain(self.scale_shift_table[...] + embedding_BE[:, None], (sharding.BATCH, None, None))
-      shift, scale = jnp.split(modulation_B2E, 2, axis=1)
+      modulation_B2E = sharding.constrain(self.scale_shift_table[...] + embedding_BE[:, None], (sharding.BATCH, None,
+      None)) shift, scale = jnp.split(modulation_B2E, 2, axis=1)
       x_BSE = (layer_norm(x_BSE, cfg.eps) * (1 + scale) + shift).astype(x_BSE.dtype)
       patches_BSP = sharding.gather(self.proj_out)(sharding.constrain(x_BSE, TOKENS)).astype(jnp.float32)
       velocity = unpatchify(patches_BSP, grid, cfg.patch_size)

@@ -15,7 +15,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import functools
 import math
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -194,15 +196,39 @@ def sharded_abstract(abstract_state: Any, placement: Placement) -> Any:
   return map_parameters(place, abstract_state)
 
 
-def init_sharded(make_module: Callable[[], nnx.Module], placement: Placement) -> nnx.Module:
-  """Runs `make_module` so that every weight is created on the devices that keep it, never whole.
+SMALL = 2**20  # elements; below this a random weight costs more to compile than to compute
 
-  The values do not depend on the mesh (counter-based random bits are partitioned with the array).
+
+@functools.lru_cache(maxsize=1024)
+def _weight_maker(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding, constant: bool) -> Callable:
+  """Compiled (key, mean, stddev) -> weight in its shards; one for all weights of a shape."""
+  from MaxText.models.layers import Initializer
+
+  def make(key, mean, stddev):
+    if constant:
+      return jnp.full(shape, mean, dtype)
+    return (mean + stddev * Initializer(0.0, 1.0)(key, shape, jnp.float32)).astype(dtype)
+
+  quick = sharding.mesh.devices.flat[0].platform == "cpu" and math.prod(shape) < SMALL
+  options = {"xla_backend_optimization_level": 0} if quick else None
+  return jax.jit(make, out_shardings=sharding, compiler_options=options)
+
+
+def init_sharded(make_module: Callable[[], nnx.Module], placement: Placement, seed: int = 0) -> nnx.Module:
+  """Random weights of a module, each created on the devices that keep it, never whole.
+
+  A weight depends on the seed, its name and its shape, not on the mesh (counter-based random bits are partitioned with
+  the array) nor on the other weights.
   """
   graphdef, abstract = nnx.split(nnx.eval_shape(make_module))
-  shardings = map_parameters(lambda axes, value: placement.sharding(axes, value.shape), abstract)
-  state = jax.jit(lambda: nnx.state(make_module()), out_shardings=shardings)()
-  return nnx.merge(graphdef, state)
+  leaves = []
+  for path, leaf in nnx.to_flat_state(abstract):
+    value, init = leaf.get_value(), leaf.get_metadata()["init"]
+    sharding = placement.sharding(parameter_axes(leaf, len(value.shape)), value.shape)
+    key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(".".join(map(str, path)).encode()))
+    make = _weight_maker(value.shape, value.dtype, sharding, init.stddev == 0.0)
+    leaves.append((path, leaf.replace(make(key, init.mean, init.stddev))))
+  return nnx.merge(graphdef, nnx.from_flat_state(leaves))
 
 
 def _named_parameters(state: Any) -> list[tuple[str, Axes, Any]]:
