@@ -496,7 +496,8 @@ class VideoPipeline:
     lines = [
       f"{config.width}×{config.height}, {config.num_frames} frames at {config.fps:g} fps: "
       f"{F}×{H}×{W} = {config.num_tokens:,} tokens, {len(self.steps)} steps "
-      f"({config.solver}, shift {config.flow_shift:g}), guidance {' / '.join(f'{g:g}' for g in config.guidance_scales)} in {guided} of them",
+      f"({config.solver}, shift {config.flow_shift:g}), "
+      f"guidance {' / '.join(f'{g:g}' for g in config.guidance_scales)} in {guided} of them",
       f"on {mesh_lib.describe(self.placement.mesh)}; dense attention: "
       f"{make_attention(config, self.placement.mesh).describe()}",
     ]

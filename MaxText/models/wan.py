@@ -294,8 +294,9 @@ class WanTransformer(nnx.Module):
     with jax.named_scope("blocks"):
       x_BSE, temporal_LBN = jax.lax.scan(layer, x_BSE, (stacked, text_kv, sparse_layers_L))
     with jax.named_scope("unembed"):
-      modulation_B2E = sharding.constrain(self.scale_shift_table[...] + embedding_BE[:, None], (sharding.BATCH, None,
-      None)) shift, scale = jnp.split(modulation_B2E, 2, axis=1)
+      modulation_B2E = self.scale_shift_table[...] + embedding_BE[:, None]
+      modulation_B2E = sharding.constrain(modulation_B2E, (sharding.BATCH, None, None))
+      shift, scale = jnp.split(modulation_B2E, 2, axis=1)
       x_BSE = (layer_norm(x_BSE, cfg.eps) * (1 + scale) + shift).astype(x_BSE.dtype)
       patches_BSP = sharding.gather(self.proj_out)(sharding.constrain(x_BSE, TOKENS)).astype(jnp.float32)
       velocity = unpatchify(patches_BSP, grid, cfg.patch_size)
