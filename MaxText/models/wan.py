@@ -140,11 +140,12 @@ class ConditionEmbedder(nnx.Module):
 
   def time(self, timestep_B):
     """Returns the embedding [B, E] and the modulation [B, 6, E], both float32."""
-    # Whole in E on every device: else the split of these few numbers spreads to the tokens that they modulate.
+    # These few numbers are whole on every device: else their split spreads to the tokens that they modulate, or the
+    # large weights are gathered for them.
     embedding_BE = self.time_embedder(timestep_features(timestep_B, self.freq_dim))
-    embedding_BE = sharding.constrain(embedding_BE, (sharding.BATCH, None))
+    embedding_BE = sharding.constrain(embedding_BE, (None, None))
     modulation = self.time_proj(jax.nn.silu(embedding_BE)).astype(jnp.float32)
-    return embedding_BE, sharding.constrain(modulation.reshape(-1, 6, self.width), (sharding.BATCH, None, None))
+    return embedding_BE, sharding.constrain(modulation.reshape(-1, 6, self.width), (None, None, None))
 
 
 class Projections(nnx.Module):
@@ -295,7 +296,7 @@ class WanTransformer(nnx.Module):
       x_BSE, temporal_LBN = jax.lax.scan(layer, x_BSE, (stacked, text_kv, sparse_layers_L))
     with jax.named_scope("unembed"):
       modulation_B2E = self.scale_shift_table[...] + embedding_BE[:, None]
-      modulation_B2E = sharding.constrain(modulation_B2E, (sharding.BATCH, None, None))
+      modulation_B2E = sharding.constrain(modulation_B2E, (None, None, None))
       shift, scale = jnp.split(modulation_B2E, 2, axis=1)
       x_BSE = (layer_norm(x_BSE, cfg.eps) * (1 + scale) + shift).astype(x_BSE.dtype)
       patches_BSP = sharding.gather(self.proj_out)(sharding.constrain(x_BSE, TOKENS)).astype(jnp.float32)
