@@ -16,7 +16,6 @@ import json
 import math
 import os
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 
 import ml_dtypes
@@ -91,16 +90,13 @@ def windows(numbers: np.ndarray, shape: tuple[int, int], step: int) -> np.ndarra
 
 def write_tokenizer(path: str):
   """Trains a small sentencepiece vocabulary with UMT5's special ids, and bytes, so that it can spell any prompt."""
-  with tempfile.TemporaryDirectory() as scratch:
-    corpus = os.path.join(scratch, "corpus.txt")
-    rng = np.random.default_rng(0)
-    with open(corpus, "w", encoding="utf-8") as stream:
-      stream.write("\n".join(" ".join(rng.choice(CORPUS.split(), 9)) for _ in range(400)))
+  rng = np.random.default_rng(0)
+  lines = [" ".join(rng.choice(CORPUS.split(), 9)) for _ in range(400)]
+  with open(os.path.join(path, "spiece.model"), "wb") as stream:
     sentencepiece.SentencePieceTrainer.train(
-      input=corpus, model_prefix=os.path.join(path, "spiece"), vocab_size=380, hard_vocab_limit=False, byte_fallback=True,
+      sentence_iterator=iter(lines), model_writer=stream, vocab_size=380, hard_vocab_limit=False, byte_fallback=True,
       pad_id=0, eos_id=1, bos_id=2, unk_id=3, minloglevel=2,
     )
-  os.remove(os.path.join(path, "spiece.vocab"))
   specials = {str(i): {"content": text, "normalized": False, "special": True} for i, text in
               enumerate(("<pad>", "</s>", "<s>", "<unk>"))}
   with open(os.path.join(path, "tokenizer_config.json"), "w", encoding="utf-8") as stream:

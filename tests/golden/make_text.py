@@ -118,13 +118,11 @@ def train_vocabulary(folder, **kwargs):
   words = "a red blue green ball square moves slowly left right over the snow and rises cat dog don't it’s fi é 2"
   words += " 雪 中 の 犬 が 走 猫"
   rng = np.random.default_rng(0)
-  corpus = f"{folder}/corpus.txt"
-  with open(corpus, "w") as stream:
-    stream.write("\n".join(" ".join(rng.choice(words.split(), 9)) for _ in range(600)))
-  sentencepiece.SentencePieceTrainer.train(input=corpus, model_prefix=f"{folder}/spiece", hard_vocab_limit=False,
-                                           pad_id=0, eos_id=1, minloglevel=2, **kwargs)
-  os.remove(corpus)
-  os.remove(f"{folder}/spiece.vocab")
+  lines = [" ".join(rng.choice(words.split(), 9)) for _ in range(600)]
+  # From memory to memory: a trainer given files writes their paths into the model.
+  with open(f"{folder}/spiece.model", "wb") as stream:
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(lines), model_writer=stream, hard_vocab_limit=False,
+                                             pad_id=0, eos_id=1, minloglevel=2, **kwargs)
 
 
 def plain_tokenizer():
