@@ -64,7 +64,11 @@ def svg_plan(kernel, head_masks, block_q, block_kv, masked_chunk=CHUNK, probe=TI
   return plan, keep
 
 
-@functools.partial(jax.jit, static_argnames=("plan", "tiling"))
+# The interpreter's programs are large and run once: compile them without optimization.
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+@functools.partial(jax.jit, static_argnames=("plan", "tiling"), compiler_options=QUICK)
 def run(q, k, v, pattern_H=None, *, plan, tiling=TINY):
   return block_sparse_attention(q, k, v, plan, pattern_H, tiling=tiling, interpret=True)
 
@@ -87,8 +91,9 @@ def test_the_walk_through_a_tile_does_not_change_the_result():
 CASES = [((5, 4, 15), 60), ((7, 5, 9), masks.half_width(0.5, 315)), ((1, 12, 13), 40), ((3, 6, 10), 179)]
 
 
-@pytest.mark.parametrize("kernel", ["naive", "exact", "aligned"])
-@pytest.mark.parametrize("grid,half_width", CASES)
+@pytest.mark.parametrize("kernel,grid,half_width", [
+    *(("exact", *case) for case in CASES), *(("aligned", *case) for case in CASES[1:3]), ("naive", *CASES[1]),
+])
 def test_svg_kernels_equal_their_mask(kernel, grid, half_width):
   """All spatial, all temporal, mixed, and a batch of two with different routes: one executable, flags are traced."""
   head_masks = [masks.HeadMask(grid, half_width, temporal) for temporal in (False, True)]
@@ -98,7 +103,7 @@ def test_svg_kernels_equal_their_mask(kernel, grid, half_width):
     assert_close(run(*qkv, jnp.asarray(routes), plan=plan), reference(*qkv, keep[routes]))
 
 
-@pytest.mark.parametrize("kernel", ["naive", "exact", "aligned"])
+@pytest.mark.parametrize("kernel", ["exact", "aligned"])
 def test_mask_token_for_token(kernel):
   """Equal logits and one-hot values: the output itself lists the kept keys of every row."""
   head_masks = [masks.HeadMask((7, 5, 9), 64, temporal) for temporal in (False, True)]
@@ -131,13 +136,13 @@ def ramp(S, growth, seed=1):
   return tuple(jnp.asarray(x, jnp.bfloat16) for x in (q, k, v))
 
 
-@pytest.mark.parametrize("case", ["wild", "rising", "falling", "far below zero"])
+@pytest.mark.parametrize("case", ["wild", "rising", "far below zero"])
 def test_logits_that_jump_by_more_than_100(case):
   """Steps that leave float32's range are done again, in unmasked and in masked tiles."""
   if case == "wild":
     qkv = make_qkv(1, 300, gain=12.0)
   else:
-    qkv = ramp(300, {"rising": 1500.0, "falling": -1500.0, "far below zero": -4000.0}[case])
+    qkv = ramp(300, {"rising": 1500.0, "far below zero": -4000.0}[case])
   plan = steps.dense_plan(300, 300, 128, 64, CHUNK)
   expected = reference(*qkv, np.ones((1, 300, 300), bool))
   out = np.asarray(run(*qkv, plan=plan), np.float64)
@@ -146,7 +151,7 @@ def test_logits_that_jump_by_more_than_100(case):
   assert np.sqrt(((out - expected) ** 2).mean()) <= 0.05 * np.sqrt((expected**2).mean())
 
 
-@pytest.mark.parametrize("kernel,sink_frames", [("exact", 1), ("naive", 0), ("exact", 0)])
+@pytest.mark.parametrize("kernel,sink_frames", [("exact", 1), ("exact", 0)])
 def test_masked_keys_may_have_any_logit(kernel, sink_frames):
   """Keys outside a row's mask tower 1,000 above the kept ones or lie as far below; the reference must not see them.
 

@@ -35,7 +35,8 @@ def svg_plan(
   tables = np.stack([tiles.TABLES[kernel](m, block_q, block_kv, False) for m in both])
   intervals = None if kernel == "aligned" else [row_intervals(m)[1:] for m in both]
   return plan_steps(tables, S, S, block_q, block_kv, intervals=intervals, sink=mask.num_sink,
-                    masked_chunk=masked_chunk, probe=probe, kernel_name=f"svg_{kernel}_attention")
+                    masked_chunk=masked_chunk, probe=probe, shortcuts=kernel != "naive",
+                    kernel_name=f"svg_{kernel}_attention")
 
 
 @functools.lru_cache(maxsize=64)

@@ -143,6 +143,7 @@ def plan_steps(
     sink: int = 0,
     masked_chunk: int = 512,
     probe: int = 256,
+    shortcuts: bool = True,
     kernel_name: str = "block_sparse_attention",
 ) -> StepPlan:
   """Turns tile tables into the step lists of one launch.
@@ -151,7 +152,9 @@ def plan_steps(
     tables_PRC: EMPTY / BOUNDARY / FULL, one table a pattern. Any table will do: bands, or an arbitrary list of tiles.
       BOUNDARY tiles get the mask; without `intervals` that masks only the padding of the last key tile.
     intervals: for each pattern (start [S], stop [S]): row i keeps keys [0, sink) and [start[i], stop[i]).
-    masked_chunk, probe: as in KernelTiling.
+    masked_chunk: keys of one pass over a masked tile, also the unit in which it skips keys that no row keeps.
+    probe: as in KernelTiling.
+    shortcuts: False evaluates the whole mask on every key of a masked tile, as a naive kernel does.
 
   Raises:
     ValueError: more tiles than a step word can hold, tables of the wrong shape, or key chunks beyond the flags.
@@ -172,7 +175,7 @@ def plan_steps(
   sink_covers_probe = min(sink, num_keys) >= min(probe, block_kv, num_keys)
   lists, covered = [], True
   for p, table in enumerate(tables_PRC):
-    if intervals is None:
+    if intervals is None or not shortcuts:
       keys = np.minimum(block_kv, num_keys - np.arange(C) * block_kv)
       words = np.broadcast_to(-(-keys // masked_chunk) << 16, (R, C))
     else:
