@@ -71,7 +71,7 @@ def with_tiles(case, kernel: str, config: Config, block_q: int = 0):
   S = case.num_tokens
   tiles = tuned_tiles(case.chip, kernel, S, S, block_q or asked[0] or 0, asked[1] or 0)
   return dataclasses.replace(case, kernel=kernel, block_q=tiles.block_q, block_kv=tiles.block_kv,
-                             masked_chunk=tiles.masked_chunk, chunk=tiles.tiling.chunk)
+                             masked_chunk=tiles.masked_chunk, chunk=tiles.tiling.chunk, unroll=tiles.tiling.unroll)
 
 
 class Timer:

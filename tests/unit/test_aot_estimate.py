@@ -107,6 +107,7 @@ def test_every_chip_has_tiles_that_fit_its_memory_for_every_kernel():
                          tiles.block_q, tiles.block_kv)
         case = KernelCase(chip, "dense", (1, 1, tokens), 1, tiles.block_q, tiles.block_kv, chunk=tiles.tiling.chunk)
         assert case.vmem_bytes() <= tiles.tiling.vmem_limit_bytes < facts.vmem_bytes
+        assert steps.MAX_STEPS >= 10 * -(-tokens // tiles.block_q) * -(-tokens // tiles.block_kv)
         if kernel != "dense" and tokens > 50_000:  # whole key tiles make up a frame, so nothing is padded
           assert tokens // 21 % tiles.block_kv == 0
   assert tuned.tuned_tiles("v6e", "dense", 4096, 4096, block_q=256, block_kv=512).block_kv == 512
@@ -150,7 +151,8 @@ def test_benchmark_command_writes_table_and_json(tmp_path, monkeypatch, capsys):
 def test_aligned_kernel_compiles_for_each_chip_at_720p(chip):
   pytest.importorskip("libtpu")
   tiles = tuned.tuned_tiles(chip, "aligned", 75_600, 75_600)
-  case = dataclasses.replace(CASE, chip=chip, block_q=tiles.block_q, block_kv=tiles.block_kv, chunk=tiles.tiling.chunk)
+  case = dataclasses.replace(CASE, chip=chip, block_q=tiles.block_q, block_kv=tiles.block_kv,
+                             chunk=tiles.tiling.chunk, unroll=tiles.tiling.unroll)
   result = estimate.estimate(case)
   assert result.steps >= 10 and result.milliseconds > 0
   if chip == "v6e":

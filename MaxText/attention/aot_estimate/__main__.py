@@ -2,8 +2,7 @@
 
   python -m MaxText.attention.aot_estimate [chips=v6e,v5e] [resolutions=720p] [kernels=dense,aligned] [heads=10]
 
-Everything is compiled by default. s = .35, 81 frames, head dim 128; spatial heads unless a line says otherwise. Exit status 1
-when anything does not compile.
+Everything is compiled by default: s = .35, 81 frames, head dim 128. Exit status 1 when anything does not compile.
 """
 
 import sys
@@ -42,7 +41,7 @@ def compile_one(chip: str, resolution: str, kernel: str, heads: int) -> bool:
   S = grid[0] * grid[1] * grid[2]
   tiles = tuned_tiles(chip, kernel, S, S)
   case = KernelCase(chip, kernel, grid, heads, tiles.block_q, tiles.block_kv, tiles.tiling.chunk, tiles.masked_chunk,
-                    half_width=half_width(0.35, S))  # fmt: skip
+                    tiles.tiling.unroll, half_width=half_width(0.35, S))  # fmt: skip
   try:
     compiled = compile_parts(case)
   except EstimateError as error:
@@ -53,8 +52,9 @@ def compile_one(chip: str, resolution: str, kernel: str, heads: int) -> bool:
       continue
     result = evaluate(case, compiled, [pattern] * heads)
     busy = "" if result.mxu_busy is None else f", MXU {result.mxu_busy:.1%} busy"
-    print(f"{result.label} {chip} {resolution} {kernel} {name} {case.block_q} x {case.block_kv}: {result.milliseconds:.2f} ms"
-          f"{busy}, {result.steps} steps, {result.idle_steps} idle, compiled in {result.compile_seconds:.0f} s", flush=True)
+    print(f"{result.label} {chip} {resolution} {kernel} {name} {case.block_q} x {case.block_kv}: "
+          f"{result.milliseconds:.2f} ms{busy}, {result.steps} steps, {result.idle_steps} idle, "
+          f"compiled in {result.compile_seconds:.0f} s", flush=True)
   return True
 
 

@@ -11,7 +11,7 @@ import tempfile
 from MaxText.attention.aot_estimate.case import CHIPS, KernelCase
 from MaxText.attention.aot_estimate.schedule import Region
 from MaxText.attention.kernels.block_sparse import KernelTiling
-from MaxText.attention.kernels.steps import StepPlan, split
+from MaxText.attention.kernels.steps import StepPlan, leading_equal, split
 
 # A region that is matched to no part (address arithmetic, copies that the pipeline starts and waits for) is counted as
 # often as the region around it. A larger one is an error: something in the kernel would be counted wrongly.
@@ -47,8 +47,9 @@ def kernel_parts(root: Region, plan: StepPlan, tiling: KernelTiling) -> list[dic
   bodies.sort(key=lambda r: r.start)
   expected = []
   if plan.any_full:
-    rolled = not tiling.unroll and len(split(plan.block_kv, tiling.chunk)) > 2
-    expected += ["full"] + (["full_chunks"] if rolled else [])
+    sizes = split(plan.block_kv, tiling.chunk)
+    looped = 0 if tiling.unroll else leading_equal(sizes)
+    expected += (["full_chunks"] if looped else []) + (["full"] if looped < len(sizes) else [])
   expected += ["one_edge_chunks"] if plan.any_one_edge else []
   expected += ["again_chunks"]
   if len(bodies) != len(expected) or sorted(names.values()) != ["finish", "start"]:
@@ -64,8 +65,8 @@ def kernel_parts(root: Region, plan: StepPlan, tiling: KernelTiling) -> list[dic
       name = names[id(region)]
     elif inside and all(n.startswith("again") for n in inside):
       name = "again"
-    elif inside == {"one_edge_chunks"}:
-      name = "one_edge"
+    elif inside and all(n.startswith(("one_edge", "full")) for n in inside) and len({n[:4] for n in inside}) == 1:
+      name = "one_edge" if inside == {"one_edge_chunks"} else "full"
     else:
       name = inherited
       if not inside and region.bundles > SMALL_REGION:
@@ -93,7 +94,7 @@ def executions(plan: StepPlan, patterns: list[int], tiling: KernelTiling, redone
       "start": total["query_tiles"],
       "finish": total["query_tiles"],
       "full": total["full"],
-      "full_chunks": total["full"] * (len(split(plan.block_kv, tiling.chunk)) - 2),
+      "full_chunks": total["full"] * leading_equal(split(plan.block_kv, tiling.chunk)),
       "one_edge": total["one_edge"],
       "one_edge_chunks": total["one_edge_chunks"],
       "again": total["both_edges"] + redone * total["active"],

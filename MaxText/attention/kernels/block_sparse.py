@@ -166,21 +166,18 @@ def _kernel(
   def fast_body(src, dst):
     """Every pair of the tile counts."""
     sizes = steplib.split(block_kv, tiling.chunk)
+    start = 0
+    if not tiling.unroll:
+      looped = steplib.leading_equal(sizes)
 
-    def chunk(start, size, first):
-      attend(start, size, src if first else dst, dst)
+      def chunk(i, _):
+        attend(pl.multiple_of(i * sizes[0], 16), sizes[0], jnp.where(i == 0, src, dst), dst)
 
-    if tiling.unroll:
-      start = 0
-      for i, size in enumerate(sizes):
-        chunk(start, size, i == 0)
-        start += size
-    else:
-      chunk(0, sizes[0], True)
-      if len(sizes) > 2:
-        lax.fori_loop(1, len(sizes) - 1, lambda i, _: chunk(pl.multiple_of(i * sizes[0], 16), sizes[0], False), None)
-      if len(sizes) > 1:
-        chunk(block_kv - sizes[-1], sizes[-1], False)
+      lax.fori_loop(0, looped, chunk, None)
+      start, sizes = looped * sizes[0], sizes[looped:]
+    for size in sizes:
+      attend(start, size, dst if start else src, dst)
+      start += size
 
   def masked_body(src, dst, keep, nowhere):
     """Masks every pair, and visits only the chunks that hold kept keys."""
@@ -288,6 +285,9 @@ def block_sparse_attention(
     raise ValueError(f"the plan is for {plan.num_queries} queries and {plan.num_keys} keys, not {S} and {T}")
   if D > LANES:
     raise ValueError(f"head dim {D}: this kernel carries at most {LANES}")
+  if H * plan.num_steps > steplib.MAX_STEPS:
+    raise ValueError(f"{H} heads x {plan.num_steps} steps in one launch: scalar memory holds {steplib.MAX_STEPS}; choose "
+                     f"larger tiles than {plan.block_q} x {plan.block_kv}, or fewer heads")
   if H > steplib.MAX_HEADS:
     raise ValueError(f"{H} heads x batch in one launch: at most {steplib.MAX_HEADS}; split the batch")
   scale = (D**-0.5 if scale is None else scale) * math.log2(math.e)

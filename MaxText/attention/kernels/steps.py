@@ -20,6 +20,7 @@ FIRST, LAST, MASKED, ACTIVE = 1, 2, 4, 8
 LOWER, UPPER = 1 << 24, 1 << 25  # a masked tile that only the band's start, or only its end, crosses: half the mask
 
 MAX_HEADS, MAX_TILES, MAX_PATTERNS, MAX_CHUNKS = 1 << 11, 1 << 10, 1 << 4, 1 << 7
+MAX_STEPS = 120_000  # of a launch: two words each in 1 MiB of scalar memory, with room for the compiler's own
 
 
 def unpack_block(block):
@@ -53,6 +54,11 @@ def split(length: int, chunk: int) -> list[int]:
   if rest:
     sizes = sizes[:-1] + [chunk + rest] if rest < min(128, chunk) else sizes + [rest]
   return sizes
+
+
+def leading_equal(sizes: list[int]) -> int:
+  """How many sizes at the start are the same: the chunks that one loop can cover."""
+  return next((i for i, size in enumerate(sizes) if size != sizes[0]), len(sizes))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

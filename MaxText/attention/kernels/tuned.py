@@ -61,6 +61,7 @@ def tuned_tiles(chip: str, kernel: str, num_queries: int, num_keys: int, block_q
   block_q, block_kv = (min(b, -(-n // m) * m) for b, n, m in ((block_q, num_queries, 128), (block_kv, num_keys, 16)))
   return Tiles(block_q, block_kv, settings["masked_chunk"], KernelTiling(
       chunk=min(entry["chunk"], block_kv),
+      unroll=settings["unroll"],
       reference_in_mxu=settings["reference_in_mxu"],
       vmem_limit_bytes=settings["vmem_limit_mib"] * 2**20,
   ))  # fmt: skip
