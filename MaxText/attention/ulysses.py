@@ -27,8 +27,9 @@ from MaxText.parallel.sharding import BATCH, HEADS, TOKENS, Placement
 if TYPE_CHECKING:
   from MaxText.attention import Attention, Grid
 
-# Dimensions of the stacked [q, k, v], [3, B, S, N, D].
-STACKED_TOKENS, STACKED_HEADS = 2, 3
+# Dimensions of tokens and heads in [B, S, N, D], and in the stacked [q, k, v].
+TOKENS_DIM, HEADS_DIM = 1, 2
+OUT, ROUTES = "out", "routes"
 
 
 def axes_of(part: None | str | tuple[str, ...]) -> tuple[str, ...]:
@@ -56,14 +57,30 @@ class Ulysses:
   inner: Attention
   placement: Placement
 
+  def describe(self) -> str:
+    return f"{self.inner.describe()}, on each of {self.placement.mesh.size} devices"
+
   def __call__(self, q_BSND, k_BTND, v_BTND, grid: Grid | None):
     if grid is None:
       return self._cross(q_BSND, k_BTND, v_BTND)
-    return self._exchanged(lambda q, k, v: (self.inner(q, k, v, grid),), q_BSND, k_BTND, v_BTND, routes=False)[0]
+    return self._exchanged(lambda q, k, v: self.inner(q, k, v, grid), (OUT,), q_BSND, k_BTND, v_BTND)[0]
 
   def with_routes(self, q_BSND, k_BSND, v_BSND, grid: Grid):
     """Returns out_BSND and the routes temporal_BN, which every device decided for its own heads."""
-    return self._exchanged(lambda q, k, v: self.inner.with_routes(q, k, v, grid), q_BSND, k_BSND, v_BSND, routes=True)
+    if self.inner.layout == "pre_exchange":
+      return self._permuted_before(q_BSND, k_BSND, v_BSND, grid)
+    return self._exchanged(lambda q, k, v: self.inner.with_routes(q, k, v, grid), (OUT, ROUTES), q_BSND, k_BSND, v_BSND)
+
+  def _permuted_before(self, q_BSND, k_BSND, v_BSND, grid: Grid):
+    """svg_layout=pre_exchange: tokens change their order while they lie across devices.
+
+    For comparison: it costs an exchange for the routes, and the collectives that the permutation needs.
+    """
+    inner, arrays = self.inner, (q_BSND, k_BSND, v_BSND)
+    (temporal_BN,) = self._exchanged(lambda q, k, v: inner.route(q, k, v, grid), (ROUTES,), *arrays)
+    laid_out = (*inner.lay_out(*arrays, grid, temporal_BN), temporal_BN)
+    (out,) = self._exchanged(lambda q, k, v, routes: inner.attend_laid_out(q, k, v, grid, routes), (OUT,), *laid_out)
+    return inner.restore(out, grid, temporal_BN), temporal_BN
 
   def _split(self, shape: tuple[int, ...]) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
     """Mesh axes that split samples, tokens and heads of q; every token and head axis must divide."""
@@ -83,22 +100,30 @@ class Ulysses:
     # Kernels and loops inside do not track which axes a value varies over, so that check is off.
     return jax.shard_map(function, mesh=self.placement.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
-  def _exchanged(self, attend, q_BSND, k_BSND, v_BSND, *, routes: bool):
+  def _exchanged(self, attend, results: tuple[str, ...], q_BSND, k_BSND, v_BSND, *flags_BN):
+    """`attend(q, k, v, *flags)` on whole sequences of a device's own heads; `results` says what it returns."""
     batch, tokens, heads = self._split(q_BSND.shape)
-    outside = PartitionSpec(batch, tokens, heads)
-    flags = PartitionSpec(batch, (*heads, *tokens))
+    specs = {OUT: PartitionSpec(batch, tokens, heads), ROUTES: PartitionSpec(batch, (*heads, *tokens))}
 
-    def local(q, k, v):
+    def heads_for_tokens(q, k, v):
       if not tokens:
-        return attend(q, k, v)
+        return q, k, v
       with jax.named_scope("ulysses_in"):
-        qkv = jax.lax.all_to_all(jnp.stack([q, k, v]), tokens, STACKED_HEADS, STACKED_TOKENS, tiled=True)
-      out, *rest = attend(*qkv)
-      with jax.named_scope("ulysses_out"):
-        out = jax.lax.all_to_all(out, tokens, STACKED_TOKENS - 1, STACKED_HEADS - 1, tiled=True)
-      return (out, *rest)
+        return jax.lax.all_to_all(jnp.stack([q, k, v]), tokens, 1 + HEADS_DIM, 1 + TOKENS_DIM, tiled=True)
 
-    return self._shard_map(local, (outside,) * 3, (outside, flags) if routes else (outside,))(q_BSND, k_BSND, v_BSND)
+    def tokens_for_heads(out):
+      if not tokens:
+        return out
+      with jax.named_scope("ulysses_out"):
+        return jax.lax.all_to_all(out, tokens, TOKENS_DIM, HEADS_DIM, tiled=True)
+
+    def local(q, k, v, *flags):
+      values = attend(*heads_for_tokens(q, k, v), *flags)
+      values = values if isinstance(values, tuple) else (values,)
+      return tuple(tokens_for_heads(x) if result == OUT else x for result, x in zip(results, values, strict=True))
+
+    in_specs = (specs[OUT],) * 3 + (specs[ROUTES],) * len(flags_BN)
+    return self._shard_map(local, in_specs, tuple(specs[result] for result in results))(q_BSND, k_BSND, v_BSND, *flags_BN)
 
   def _cross(self, q_BSND, k_BTND, v_BTND):
     batch, tokens, heads = self._split(q_BSND.shape)

@@ -32,6 +32,8 @@ def ids(axes):
 class Routed:
   """Softmax attention whose heads choose between two temperatures by a statistic of the whole sequence."""
 
+  layout: str = "head_local"
+
   def route(self, q, k):
     q, k = jnp.asarray(q), jnp.asarray(k)
     return jnp.mean(jnp.sum(q, 1) * jnp.sum(k, 1), -1) > 0
