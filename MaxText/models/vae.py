@@ -13,8 +13,8 @@ reference's [out, in, (t,) h, w] with the first two dimensions moved to the end;
 its trailing ones.
 
 What memory holds while decoding (counted from the shapes): the last stage works at full size with `base_dim` channels and
-four frames, 1.4 GB an array in float32 at 720p and base_dim 96; the cache holds two frames a causal convolution, about
-1,970 · base_dim / 96 values a pixel of the video (7.3 GB in float32 at 720p). bfloat16 halves both. Larger pictures: give
+four frames, 1.4 GB an array in float32 at 720p and base_dim 96; the cache holds two frames a causal convolution, together
+2,365 · base_dim / 96 values a pixel of the video (8.7 GB in float32 at 720p). bfloat16 halves both. Larger pictures: give
 `tile_size`.
 
 Dimensions: B batch, T video frames, F latent frames, H W picture or latent size, C latent channels.
@@ -241,7 +241,7 @@ def decode_frames(vae: WanVae, latents_BFHWC, *, tile_size: int | None = None, t
 
   With `tile_size` the picture is cut into overlapping square tiles of that many pixels, each decoded over all its frames
   before the next one starts, and blended linearly. Device memory is then that of one tile whatever the picture's size; a
-  cache for every tile would instead cost more than decoding the picture whole (29 GB in float32 at 1440p). The price: the
+  cache for every tile would instead cost more than decoding the picture whole (35 GB in float32 at 1440p). The price: the
   frames gather in a float32 array in host memory (3.6 GB for 81 frames at 1440p), and the first ones come out when the
   last tile begins.
 
