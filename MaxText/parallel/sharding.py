@@ -242,6 +242,20 @@ def fallbacks(state: Any, placement: Placement) -> dict[str, list[Fallback]]:
   return {name: items for name, items in found.items() if items}
 
 
+def repeated_work(placement: Placement, samples: int) -> str | None:
+  """Warns of mesh axes that should split the samples and cannot, so that their devices do the same work over again.
+
+  Args:
+    samples: batch of the transformer; with guidance two for each video.
+  """
+  idle = placement.resolve((BATCH,), (samples,))[1]
+  if not idle:
+    return None
+  axes = " × ".join(f"{fallback.mesh_axis}={fallback.mesh_size}" for fallback in idle)
+  return (f"a batch of {samples} cannot be split over {axes}: these devices hold parts of the weights, and repeat each "
+          "other's work; to share the work of one video use ici_context_parallelism with context_parallel_strategy=ulysses")
+
+
 def _bytes_per_device(value: Any) -> int:
   shape = value.sharding.shard_shape(value.shape) if value.sharding is not None else value.shape
   return math.prod(shape) * jnp.dtype(value.dtype).itemsize

@@ -121,6 +121,11 @@ def test_batch_uses_data_alone_where_fsdp_does_not_divide():
     assert bool(shard.data[0]) == (shard.device in place.mesh.devices[0].flat)
 
 
+def test_devices_that_repeat_work_are_reported():
+  assert sharding.repeated_work(placement(data=2, context=4), 2) is None
+  assert "a batch of 2 cannot be split over fsdp=8" in sharding.repeated_work(placement(fsdp=8), 2)
+
+
 class Tower(nnx.Module):
   """Four stacked layers x ← x + x·kernel."""
 
