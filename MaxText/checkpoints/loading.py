@@ -1,27 +1,31 @@
 """Puts the weights of a folder into their places, shard by shard.
 
-A tensor is read once, only the part that this host needs and already in the target type. A leaf of its own goes straight
-to its sharding. A layer of a stacked leaf goes to the sharding of one layer and is written into the stacked array on the
-devices by a compiled update that reuses the array's memory, so no host ever holds a stack. The layout is changed by that
-program too, on the devices.
+A few threads read ahead: each tensor once, only the part that this host needs, already in the target type, and handed to
+  the devices in our layout (JAX transposes strided arrays faster than numpy would). A leaf of its own is then in its
+  place. A layer of a stacked leaf is written into the stacked array on the devices by a compiled update that reuses the
+  array's memory, so no host ever holds a stack.
 
-Memory on the host beyond the placed arrays: the tensor being read, one block of the file, and at most IN_FLIGHT_BYTES of
-tensors whose transfer has not finished.
+Memory on the host beyond the placed arrays: twice IN_FLIGHT_BYTES of tensors on their way, or the largest tensor if that
+  is more.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from MaxText.checkpoints import names, tensor_files
 from MaxText.checkpoints.tensor_files import StoredTensor
 
-IN_FLIGHT_BYTES = 512 << 20
+IN_FLIGHT_BYTES = 256 << 20
+READERS = 4
 
 Progress = Callable[[int, int], None]
 
@@ -44,71 +48,83 @@ def read_into(
   Returns:
     path -> array, for the paths of `targets`.
   """
-  # Files are read front to back.
+  # Files are read front to back. All hosts write the layers in the same order, which compiled programs on many hosts
+  # need.
   wanted = sorted((row for row in rows if row.path in targets), key=lambda row: (stored[row].file, stored[row].offset))
   total = sum(stored[row].nbytes for row in wanted)
   arrays = _zeros({path: targets[path] for path in dict.fromkeys(row.path for row in wanted if row.layer is not None)})
-  done = pending = 0
-  for row in wanted:
-    target = targets[row.path]
-    sharding = _sharding(target)
-    if row.layer is None:
-      array = arrays[row.path] = _read_alone(row, stored[row], target.dtype, sharding)
-    else:
-      array = _read_part(row.shape, stored[row], target.dtype, _their_sharding(row, sharding))
-      write = _layer_writer(row.order, row.our_shape, sharding)
-      arrays[row.path] = write(arrays[row.path], array, np.int32(row.layer))
-    pending += array.nbytes
-    if pending > IN_FLIGHT_BYTES:
-      jax.block_until_ready(list(arrays.values()))
-      pending = 0
-    done += stored[row].nbytes
-    if progress is not None:
-      progress(done, total)
+  done = unfinished = 0
+  with ThreadPoolExecutor(READERS) as pool:
+    for row, array in _read_ahead(pool, wanted, stored, targets):
+      if row.layer is None:
+        arrays[row.path] = array
+      else:
+        write = _layer_writer(_sharding(targets[row.path]))
+        arrays[row.path] = write(arrays[row.path], array, np.int32(row.layer))
+      unfinished += array.nbytes
+      if unfinished > IN_FLIGHT_BYTES:
+        jax.block_until_ready(list(arrays.values()))
+        unfinished = 0
+      done += stored[row].nbytes
+      if progress is not None:
+        progress(done, total)
   return arrays
 
 
-def _sharding(target: jax.ShapeDtypeStruct) -> jax.sharding.Sharding:
-  return target.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+def _read_ahead(
+  pool: ThreadPoolExecutor,
+  wanted: Sequence[names.Tensor],
+  stored: Mapping[names.Tensor, StoredTensor],
+  targets: Mapping[str, jax.ShapeDtypeStruct],
+) -> Iterator[tuple[names.Tensor, jax.Array]]:
+  """Yields the tensors in order, while the threads fetch the next IN_FLIGHT_BYTES."""
+  queue: deque[tuple[names.Tensor, Future]] = deque()
+  ahead = 0
+  for row in wanted:
+    queue.append((row, pool.submit(_fetch, row, stored[row], targets[row.path])))
+    ahead += stored[row].nbytes
+    while ahead > IN_FLIGHT_BYTES:
+      first, future = queue.popleft()
+      ahead -= stored[first].nbytes
+      yield first, future.result()
+  while queue:
+    first, future = queue.popleft()
+    yield first, future.result()
 
 
-def _their_sharding(row: names.Tensor, sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
-  """Sharding of one layer in its file's layout, such that changing the layout moves nothing between devices."""
-  if not isinstance(sharding, jax.sharding.NamedSharding):
-    return sharding
-  spec = tuple(sharding.spec)
-  spec = (spec + (None,) * (1 + len(row.our_shape) - len(spec)))[1:]
-  theirs = [None] * len(row.shape)
+def _fetch(row: names.Tensor, stored: StoredTensor, target: jax.ShapeDtypeStruct) -> jax.Array:
+  """One tensor in our layout and the target's type; a layer of a stacked leaf is sharded as the rest of the leaf is."""
+  sharding = _sharding(target)
+  if row.layer is not None and isinstance(sharding, NamedSharding):
+    spec = PartitionSpec(*sharding.spec[1:])
+    sharding = NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+  box = _box(row.our_shape, sharding)
   if len(row.our_shape) == len(row.shape):
+    theirs = [slice(None)] * len(row.shape)
     for ours, axis in enumerate(row.order):
-      theirs[axis] = spec[ours]
-  else:  # [1, 6, E] -> [6, E]
-    theirs[len(row.shape) - len(spec) :] = spec
-  return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*theirs), memory_kind=sharding.memory_kind)
-
-
-def _read_part(shape, stored: StoredTensor, dtype, sharding: jax.sharding.Sharding) -> jax.Array:
-  """Reads what this host's devices need of a tensor, once, and shares it out among them."""
-  bounds = [
-    [s.indices(n)[:2] for s, n in zip(index, shape, strict=True)]
-    for index in sharding.addressable_devices_indices_map(tuple(shape)).values()
-  ]
-  box = tuple(slice(min(b[d][0] for b in bounds), max(b[d][1] for b in bounds)) for d in range(len(shape)))
-  part = tensor_files.read(stored, box, dtype)
+      theirs[axis] = box[ours]
+    part = tensor_files.read(stored, tuple(theirs), target.dtype).transpose(row.order)
+  else:  # axes are merged or dropped; these tensors are small
+    part = row.to_ours(tensor_files.read(stored, None, target.dtype))[box]
 
   def shard(index):
-    starts_stops = [s.indices(n)[:2] for s, n in zip(index, shape, strict=True)]
-    return part[tuple(slice(a - b.start, z - b.start) for (a, z), b in zip(starts_stops, box, strict=True))]
+    bounds = [s.indices(n)[:2] for s, n in zip(index, row.our_shape, strict=True)]
+    return part[tuple(slice(start - b.start, stop - b.start) for (start, stop), b in zip(bounds, box, strict=True))]
 
-  return jax.make_array_from_callback(tuple(shape), sharding, shard)
+  return jax.make_array_from_callback(row.our_shape, sharding, shard)
 
 
-def _read_alone(row: names.Tensor, stored: StoredTensor, dtype, sharding: jax.sharding.Sharding) -> jax.Array:
-  """Reads a tensor that is a leaf by itself. Such shapes are many, so the layout is changed here; nothing is compiled."""
-  if row.shape == row.our_shape and row.order == tuple(range(len(row.shape))):
-    return _read_part(row.shape, stored, dtype, sharding)
-  ours = np.ascontiguousarray(row.to_ours(tensor_files.read(stored, None, dtype)))
-  return jax.make_array_from_callback(row.our_shape, sharding, lambda index: ours[index])
+def _box(shape: tuple[int, ...], sharding: Sharding) -> tuple[slice, ...]:
+  """The smallest box that holds what the devices of this host need of an array."""
+  bounds = [
+    [s.indices(n)[:2] for s, n in zip(index, shape, strict=True)]
+    for index in sharding.addressable_devices_indices_map(shape).values()
+  ]
+  return tuple(slice(min(b[dim][0] for b in bounds), max(b[dim][1] for b in bounds)) for dim in range(len(shape)))
+
+
+def _sharding(target: jax.ShapeDtypeStruct) -> Sharding:
+  return target.sharding or SingleDeviceSharding(jax.local_devices()[0])
 
 
 def _zeros(targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
@@ -120,11 +136,18 @@ def _zeros(targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
   return make()
 
 
-@functools.lru_cache(maxsize=256)
-def _layer_writer(order: tuple[int, ...], our_shape: tuple[int, ...], sharding: jax.sharding.Sharding):
-  """Compiled (stack, tensor in its file's layout, layer) -> stack, in the stack's own memory."""
+@functools.lru_cache(maxsize=64)
+def _layer_writer(sharding: Sharding):
+  """Compiled (stack, one layer, its number) -> stack, in the stack's own memory."""
+  update = functools.partial(update_layer, sharding=sharding)
+  return jax.jit(update, donate_argnums=0, out_shardings=sharding)
 
-  def write(stack, tensor, layer):
-    return jax.lax.dynamic_update_index_in_dim(stack, tensor.transpose(order).reshape(our_shape), layer, 0)
 
-  return jax.jit(write, donate_argnums=0, out_shardings=sharding)
+def update_layer(stack: jax.Array, array: jax.Array, layer: jax.Array, *, sharding: Sharding) -> jax.Array:
+  """Replaces one layer of a stacked leaf; for compiled programs that donate the stack, whose sharding is given."""
+  dtype = stack.dtype
+  if dtype.itemsize == 2 and next(iter(sharding.device_set)).platform == "cpu":
+    # XLA's CPU compiler computes bfloat16 in float32, here by converting the whole stack there and back for every layer.
+    # Integers with the same bits are left alone.
+    stack, array = (jax.lax.bitcast_convert_type(x, jnp.uint16) for x in (stack, array))
+  return jax.lax.bitcast_convert_type(jax.lax.dynamic_update_index_in_dim(stack, array, layer, 0), dtype)

@@ -238,6 +238,8 @@ def _adder(shape, order, our_shape, stacked: bool, sharding):
   import jax
   import jax.numpy as jnp
 
+  from MaxText.checkpoints import loading
+
   def add(leaf, layer, products, differences):
     delta = jnp.zeros(shape, jnp.float32)
     for scale, up_Or, down_rI in products:
@@ -247,6 +249,6 @@ def _adder(shape, order, our_shape, stacked: bool, sharding):
     delta = delta.transpose(order).reshape(our_shape)
     old = jax.lax.dynamic_index_in_dim(leaf, layer, 0, keepdims=False) if stacked else leaf
     new = (old.astype(jnp.float32) + delta).astype(leaf.dtype)
-    return jax.lax.dynamic_update_index_in_dim(leaf, new, layer, 0) if stacked else new
+    return loading.update_layer(leaf, new, layer, sharding=sharding) if stacked else new
 
   return jax.jit(add, donate_argnums=0, out_shardings=sharding)
