@@ -253,7 +253,7 @@ def repeated_work(placement: Placement, samples: int) -> str | None:
     return None
   axes = " × ".join(f"{fallback.mesh_axis}={fallback.mesh_size}" for fallback in idle)
   return (f"a batch of {samples} cannot be split over {axes}: these devices hold parts of the weights, but repeat each "
-          "other's work; to share the work of one video use ici_context_parallelism and context_parallel_strategy=ulysses")
+          "other's work; to share one video's work use ici_context_parallelism and context_parallel_strategy=ulysses")
 
 
 def _bytes_per_device(value: Any) -> int:
