@@ -84,11 +84,14 @@ class SvgAttention:
     B, _, N, _ = q_BSND.shape
     if self.routing != "dynamic":
       return jnp.full((B, N), self.routing == "temporal")
-    return self._per_platform(
-      lambda q, k, v, block_q, block_kv, heads_at_once: routing.route(
-        q, k, v, *self.masks(grid), num_sampled_queries=self.num_sampled_queries, kernel=self.kernel, block_q=block_q,
-        block_kv=block_kv),
-      *map(lax.stop_gradient, (q_BSND, k_BSND, v_BSND)), grid=grid, num_heads=B * N)
+
+    def route(q_BSND, k_BSND, v_BSND, blocks, heads_at_once):
+      block_q, block_kv = self.blocks(grid, blocks)
+      return routing.route(
+        q_BSND, k_BSND, v_BSND, *self.masks(grid), num_sampled_queries=self.num_sampled_queries, kernel=self.kernel,
+        block_q=block_q, block_kv=block_kv, chunk=2 * blocks[1])
+
+    return per_platform(route, *map(lax.stop_gradient, (q_BSND, k_BSND, v_BSND)), num_heads=B * N)
 
   def attend(self, q_BSND, k_BSND, v_BSND, grid: Grid, temporal_BN: jax.Array) -> jax.Array:
     """Sparse attention along given routes."""
@@ -120,21 +123,15 @@ class SvgAttention:
   def attend_laid_out(self, q_BSND, k_BSND, v_BSND, grid: Grid, temporal_BN) -> jax.Array:
     """Attention over the kept tiles, tokens in and out in the order that `lay_out` gives."""
 
-    def attend(q_HSD, k_HSD, v_HSD, kind_H, block_q, block_kv, heads_at_once):
-      plan = tile_plan(self.masks(grid), self.kernel, block_q, block_kv)
+    def attend(q_HSD, k_HSD, v_HSD, kind_H, blocks, heads_at_once):
+      plan = tile_plan(self.masks(grid), self.kernel, *self.blocks(grid, blocks))
       if self.layout == "in_kernel":
         return _permuted_inside(q_HSD, k_HSD, v_HSD, kind_H, plan, self.masks(grid))
       return tiled_attention(q_HSD, k_HSD, v_HSD, kind_H, plan, heads_at_once)
 
     with jax.named_scope("svg_attend"):
       arrays = heads_first(q_BSND), heads_first(k_BSND), heads_first(v_BSND), temporal_BN.reshape(-1).astype(jnp.int32)
-      return tokens_first(self._per_platform(attend, *arrays, grid=grid, num_heads=temporal_BN.size), len(q_BSND))
-
-  def _per_platform(self, function, *arrays, grid: Grid, num_heads: int):
-    def with_blocks(*arrays, blocks, heads_at_once):
-      block_q, block_kv = self.blocks(grid, blocks)
-      return function(*arrays, block_q=block_q, block_kv=block_kv, heads_at_once=heads_at_once)
-    return per_platform(with_blocks, *arrays, num_heads=num_heads)
+      return tokens_first(per_platform(attend, *arrays, num_heads=temporal_BN.size), len(q_BSND))
 
   def blocks(self, grid: Grid, default: tuple[int, int]) -> tuple[int, int]:
     """Tile sizes on a grid: those asked for, else the default made to fit the sequence."""

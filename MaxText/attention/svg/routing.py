@@ -5,6 +5,7 @@ but its own q, k and v: every shard and every host decides the same. What is sco
 rounded where the kernel rounds.
 
 Legend: B batch, S tokens, N heads, D head dim, R sampled rows, t keys of a chunk, M = 3 masks (none, spatial, temporal).
+Scores are kept transposed, keys × rows: statistics of a row then need no sum across neighbouring elements.
 """
 
 import math
@@ -20,8 +21,6 @@ from MaxText.attention.svg.tiles import intervals
 
 # Fractional parts of multiples of these fill the unit square evenly (the R2 sequence, M. Roberts 2018).
 ROW_STEP, COLUMN_STEP = 0.7548776662466927, 0.5698402909980532
-MASKED_SCORE = -1e30
-CHUNK = 2048  # keys at a time
 
 
 def sampled_rows(grid: Grid, count: int) -> np.ndarray:
@@ -51,13 +50,14 @@ def key_positions(token: jax.Array, mask: HeadMask) -> jax.Array:
 
 def route(
   q_BSND: jax.Array, k_BSND: jax.Array, v_BSND: jax.Array, spatial: HeadMask, temporal: HeadMask, *,
-  num_sampled_queries: int, kernel: str, block_q: int, block_kv: int,
+  num_sampled_queries: int, kernel: str, block_q: int, block_kv: int, chunk: int,
 ) -> jax.Array:
   """Routes every head of every batch element.
 
   Args:
     q_BSND, k_BSND, v_BSND: frame-major.
     kernel, block_q, block_kv: what will run, hence which mask is scored.
+    chunk: keys at a time; the largest array is B·N·3R × chunk.
 
   Returns:
     temporal_BN, bool: True where the temporal mask's output is nearer to dense attention's, in mean squared error over
@@ -67,16 +67,14 @@ def route(
   edges = [_sampled_intervals(mask, rows, kernel, block_q, block_kv) for mask in (spatial, temporal)]
 
   def keep(token_t):
-    """[M, R, t]: what dense, spatial and temporal attention keep of these keys."""
-    kept = [jnp.ones((len(rows), len(token_t)), bool)]
+    """What spatial and temporal attention keep of these keys, two bool arrays [t, R]."""
     for mask, (sink, start_R, stop_R) in zip((spatial, temporal), edges, strict=True):
-      key_t = key_positions(token_t, mask)
-      kept.append((key_t < sink) | ((key_t >= start_R[:, None]) & (key_t < stop_R[:, None])))
-    return jnp.stack(kept)
+      key_t1 = key_positions(token_t, mask)[:, None]
+      yield (key_t1 < sink) | ((key_t1 >= start_R) & (key_t1 < stop_R))
 
   with jax.named_scope("svg_route"):
-    out_BNMRD = _sampled_outputs(q_BSND[:, rows], k_BSND, v_BSND, keep)
-    error_BNM = jnp.square(out_BNMRD[:, :, 1:] - out_BNMRD[:, :, :1]).mean((-2, -1))
+    out_BNDMR = _sampled_outputs(q_BSND[:, rows], k_BSND, v_BSND, keep, chunk)
+    error_BNM = jnp.square(out_BNDMR[:, :, :, 1:] - out_BNDMR[:, :, :, :1]).mean((2, 4))
     return error_BNM[..., 1] < error_BNM[..., 0]
 
 
@@ -86,30 +84,35 @@ def _sampled_intervals(mask: HeadMask, rows: np.ndarray, kernel: str, block_q: i
   return sink, start_S[position].astype(np.int32), stop_S[position].astype(np.int32)
 
 
-def _sampled_outputs(q_BRND, k_BSND, v_BSND, keep) -> jax.Array:
-  """Attention of the sampled rows under each mask in one pass over the keys, [B, N, M, R, D] float32."""
+def _sampled_outputs(q_BRND, k_BSND, v_BSND, keep, chunk: int) -> jax.Array:
+  """Attention of the sampled rows without and under each mask in one pass over the keys, [B, N, D, M, R] float32.
+
+  The three share scores and exponentials, which are relative to the row's largest score of all keys. A mask that keeps
+  nothing above 2⁻¹²⁶ of that weight gives 0.
+  """
   B, R, N, D = q_BRND.shape
   num_keys, M = k_BSND.shape[1], 3
-  chunk = min(CHUNK, num_keys)
+  chunk = min(chunk, num_keys)
   q_BRND = q_BRND.astype(jnp.float32) * (math.log2(math.e) / math.sqrt(D))
 
   def step(carry, first):
-    max_BNMR, sum_BNMR, out_BNMRD = carry
-    begin = jnp.minimum(first, num_keys - chunk)  # the last chunk reaches back; what it has in common with the one before
-    token_t = begin + lax.iota(jnp.int32, chunk)  # is left out
+    max_BNR, sum_BNMR, out_BNDMR = carry
+    begin = jnp.minimum(first, num_keys - chunk)  # the last chunk reaches back; what the one before it had is left out
+    token_t = begin + lax.iota(jnp.int32, chunk)
     k_BtND, v_BtND = (
       lax.dynamic_slice_in_dim(x, begin, chunk, axis=1).astype(jnp.float32) for x in (k_BSND, v_BSND))
-    score_BNRt = jnp.einsum("brnd,btnd->bnrt", q_BRND, k_BtND)
-    kept_MRt = keep(token_t) & (token_t >= first)
-    score_BNMRt = jnp.where(kept_MRt, score_BNRt[:, :, None], MASKED_SCORE)
-    new_max_BNMR = jnp.maximum(max_BNMR, score_BNMRt.max(-1))
-    scale_BNMR = jnp.exp2(max_BNMR - new_max_BNMR)
-    weight_BNMRt = jnp.exp2(score_BNMRt - new_max_BNMR[..., None])
-    part_BNMRD = jnp.einsum("bnmrt,btnd->bnmrd", weight_BNMRt, v_BtND)
-    sum_BNMR = sum_BNMR * scale_BNMR + weight_BNMRt.sum(-1)
-    return (new_max_BNMR, sum_BNMR, out_BNMRD * scale_BNMR[..., None] + part_BNMRD), None
+    score_BNtR = jnp.einsum("btnd,brnd->bntr", k_BtND, q_BRND)
+    score_BNtR = jnp.where((token_t >= first)[:, None], score_BNtR, -jnp.inf)
+    new_max_BNR = jnp.maximum(max_BNR, score_BNtR.max(-2))
+    scale_BNR = jnp.exp2(max_BNR - new_max_BNR)
+    weight_BNtR = jnp.exp2(score_BNtR - new_max_BNR[:, :, None])
+    weight_BNtX = jnp.concatenate([weight_BNtR, *(jnp.where(kept, weight_BNtR, 0.0) for kept in keep(token_t))], -1)
+    part_BNDX = jnp.einsum("btnd,bntx->bndx", v_BtND, weight_BNtX)
+    sum_BNMR = sum_BNMR * scale_BNR[:, :, None] + weight_BNtX.sum(-2).reshape(sum_BNMR.shape)
+    out_BNDMR = out_BNDMR * scale_BNR[:, :, None, None] + part_BNDX.reshape(out_BNDMR.shape)
+    return (new_max_BNR, sum_BNMR, out_BNDMR), None
 
-  start = (jnp.full((B, N, M, R), MASKED_SCORE), jnp.zeros((B, N, M, R)), jnp.zeros((B, N, M, R, D)))
+  start = (jnp.full((B, N, R), -jnp.inf), jnp.zeros((B, N, M, R)), jnp.zeros((B, N, D, M, R)))
   firsts = jnp.arange(-(-num_keys // chunk), dtype=jnp.int32) * chunk
-  (_, sum_BNMR, out_BNMRD), _ = lax.scan(step, start, firsts)
-  return out_BNMRD / sum_BNMR[..., None]
+  (_, sum_BNMR, out_BNDMR), _ = lax.scan(step, start, firsts)
+  return out_BNDMR / jnp.where(sum_BNMR > 0, sum_BNMR, 1.0)[:, :, None]
