@@ -1,7 +1,7 @@
 """Generates videos: python -m MaxText.decode configs/video.yml attention=svg prompt="a red ball rolls over the snow"
 
-Reads top to bottom: configuration → plan → text embeddings → for every batch: noise, denoising steps, latents to disk, VAE,
-mp4 → run.json. The stages live in MaxText/diffusion/pipeline.py, which can be used from Python without this command.
+Reads top to bottom: configuration → plan → text embeddings → for every batch: noise, denoising steps, latents to disk,
+VAE, mp4 → run.json. The stages live in MaxText/diffusion/pipeline.py, which can be used from Python without this command.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import contextlib
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 
 import numpy as np
 
 from MaxText import pyconfig
 from MaxText.run_folder import RunFolder, load_latents
 from MaxText.run_record import Reporter, RunRecord
-from MaxText.video_io import write_video
+from MaxText.video_io import to_uint8, write_video
 
 
 @pyconfig.run_main
@@ -53,6 +54,8 @@ def main(argv: list[str]) -> None:
   with stop_signals():
     # --- text, unless all latents exist (given by the user, or finished by an earlier run)
     saved = {i: config.latents_path or run.latents(i) for i in todo if config.latents_path or run.latents(i).exists()}
+    if config.compare_dense:  # the control needs the sparse run's seconds beside its own
+      saved = {}
     fresh = [i for i in todo if i not in saved]
     embeddings = {}
     if fresh:
@@ -69,17 +72,23 @@ def main(argv: list[str]) -> None:
           latents_BFHWC = denoise(pipeline, run, reporter, record, batch, requests, embeddings)
         for i, latents_FHWC in zip(batch, latents_BFHWC, strict=True):  # on disk before the VAE may fail
           run.save_latents(run.latents(i), latents_FHWC)
+      controls = {}
+      if config.compare_dense:
+        with reporter.stage("dense control"):
+          controls = denoise_dense(pipeline, reporter, record, batch, requests, embeddings)
       if batch is batches[-1]:
         pipeline.experts.clear()  # the VAE may need the room
-      for i, latents_FHWC in zip(batch, latents_BFHWC, strict=True):
+      for n, i in enumerate(batch):
         with reporter.stage("vae"):
-          write_video(
-            run.video(i),
-            (frames[0] for frames in pipeline.frames(latents_FHWC[None])),
-            config.height,
-            config.width,
-            config.fps,
-          )
+          clips = {name: list(uint8_frames(pipeline, latents[n])) for name, latents in controls.items()}
+          if clips:
+            write_video(run.video(i, "dense"), clips["dense"], config.height, config.width, config.fps)
+          sparse = uint8_frames(pipeline, latents_BFHWC[n])
+          clips["sparse"] = list(sparse) if clips else sparse
+          write_video(run.video(i), clips["sparse"], config.height, config.width, config.fps)
+        if controls:
+          with reporter.stage("quality"):
+            record.quality(i, {name: np.concatenate(clip) for name, clip in clips.items()})
         run.clean(i, keep_latents=config.save_latents or config.latents_path is not None)
         record.video_done(i)
         reporter.info(f"wrote {run.video(i)}")
@@ -90,11 +99,11 @@ def main(argv: list[str]) -> None:
 
 
 def denoise(pipeline, run: RunFolder, reporter: Reporter, record, batch, requests, embeddings) -> np.ndarray:
-  """All steps of one batch, with progress; latents [B, F, H, W, C]. If stopped, it keeps the last whole step's latents."""
+  """All steps of one batch, with progress: latents [B, F, H, W, C]. Stopped, it keeps the last whole step's latents."""
   what = f"denoising {', '.join(run.video(i).stem for i in batch)}"
   step = latents_BFHWC = None
   try:
-    for step, latents_BFHWC in pipeline.denoise([requests[i] for i in batch], embeddings):
+    for step, latents_BFHWC in pipeline.denoise([requests[i] for i in batch], embeddings):  # noqa: B007
       reporter.progress(what, step.index + 1, len(pipeline.steps), pipeline.step_seconds[-1], pipeline.seconds_left())
   except KeyboardInterrupt:
     if step is not None:
@@ -104,13 +113,32 @@ def denoise(pipeline, run: RunFolder, reporter: Reporter, record, batch, request
       ]
       reporter.warn(
         f"stopped after step {step.index + 1} of {len(pipeline.steps)}; its latents are in "
-        f"{', '.join(map(str, paths))} (look at them with latents_path=…); run_name={run.path.name} resume=true starts over "
-        "with this video and keeps the finished ones"
+        f"{', '.join(map(str, paths))} (look at them with latents_path=…); run_name={run.path.name} resume=true starts "
+        "over with this video and keeps the finished ones"
       )
     record.write("interrupted")
     raise
   record.batch_done(batch)
   return np.asarray(latents_BFHWC)
+
+
+def denoise_dense(pipeline, reporter: Reporter, record, batch, requests, embeddings) -> dict[str, np.ndarray]:
+  """The same noise with dense attention, and again with other tiles: what differs between these two is rounding alone."""
+  latents = {}
+  for name, other_tiles in (("dense", False), ("dense_again", True)):
+    attention = pipeline.dense_control(other_tiles)
+    for step, state in pipeline.denoise([requests[i] for i in batch], embeddings, control=attention):  # noqa: B007
+      left = pipeline.seconds_left()
+      reporter.progress(f"denoising {name}", step.index + 1, len(pipeline.steps), pipeline.step_seconds[-1], left)
+    latents[name] = np.asarray(state)
+    record.control_done(name)
+  return latents
+
+
+def uint8_frames(pipeline, latents_FHWC) -> Iterator[np.ndarray]:
+  """Frames of one video as they will be written, [T, height, width, 3] at a time."""
+  for frames_BTHW3 in pipeline.frames(latents_FHWC[None]):
+    yield to_uint8(frames_BTHW3[0])
 
 
 @contextlib.contextmanager

@@ -1,8 +1,8 @@
 """What a run says and leaves behind: messages and progress while it works, run.json when it ends.
 
-One `Reporter` per command. Its three formats (`log_format`): 'text' for people on a terminal, 'quiet' (warnings and errors
-only), and 'json', one object a line on stdout for machines. Progress of long work goes through `Reporter.progress`, stages through
-`Reporter.stage`, which also measures their seconds and the peak of memory so far.
+One `Reporter` per command. Its three formats (`log_format`): 'text' for people on a terminal, 'quiet' (warnings and
+errors only), and 'json', one object a line on stdout for machines. Progress of long work goes through
+`Reporter.progress`, stages through `Reporter.stage`, which also measures their seconds and the peak of memory so far.
 """
 
 from __future__ import annotations
@@ -145,6 +145,32 @@ def write_json(path: str, content: Any) -> None:
   os.replace(temporary, path)
 
 
+def attention_in_words(record: dict[str, Any]) -> str:
+  """One line about what the last denoising attended to."""
+  if record["kept_pair_fraction_of_sparse_layers"] is None:
+    return f"attention: {record['attention']}, all pairs kept"
+  counts = record["routing_counts"]
+  return (
+    f"attention: {record['attention']} kept {record['kept_pair_fraction']:.1%} of all query-key pairs "
+    f"({record['kept_pair_fraction_of_sparse_layers']:.1%} in sparse layers); heads routed: "
+    f"{counts['spatial']:,} spatial, {counts['temporal']:,} temporal"
+  )
+
+
+def quality_in_words(quality: dict[str, Any]) -> str:
+  """PSNR and SSIM with their noise floor, and the speed-up."""
+
+  def figures(values):
+    psnr = "equal" if values["psnr_rgb_db"] is None else f"PSNR {values['psnr_rgb_db']:.2f} dB"
+    return psnr + ("" if values["ssim_rgb"] is None else f", SSIM {values['ssim_rgb']:.4f}")
+
+  return (
+    f"{figures(quality['sparse_against_dense'])} (noise floor, dense against dense with other tiles: "
+    f"{figures(quality['noise_floor'])}); denoising {quality['dense_seconds']:.2f} → {quality['sparse_seconds']:.2f} s, "
+    f"{quality['speedup']:.2f}×"
+  )
+
+
 class RunRecord:
   """run.json of a decode run: written when it starts, after each video, and when it ends.
 
@@ -176,6 +202,28 @@ class RunRecord:
     self.batches.append(
       {"files": [self.run.video(i).name for i in indices], "steps": steps, "attention": pipeline.attention_record()}
     )
+
+  def control_done(self, name: str) -> None:
+    """Takes over the seconds of a dense control that has just ended."""
+    self.batches[-1].setdefault("control_seconds", {})[name] = [round(s, 4) for s in self.pipeline.step_seconds]
+
+  def quality(self, index: int, clips) -> None:
+    """Figures of a sparse clip against its dense control, and of two dense runs that differ by rounding: the noise floor.
+
+    clips: 'sparse', 'dense' and 'dense_again', uint8 [T, height, width, 3].
+    """
+    from MaxText.metrics import video_quality
+
+    batch = self.batches[-1]
+    sparse, dense = sum(step["seconds"] for step in batch["steps"]), sum(batch["control_seconds"]["dense"])
+    self.videos[index]["quality"] = {
+      "sparse_against_dense": video_quality.compare(clips["dense"], clips["sparse"]),
+      "noise_floor": video_quality.compare(clips["dense"], clips["dense_again"]),
+      "dense_file": self.run.video(index, "dense").name,
+      "sparse_seconds": round(sparse, 4),
+      "dense_seconds": round(dense, 4),
+      "speedup": round(dense / sparse, 4),
+    }
 
   def video_done(self, index: int) -> None:
     entry = self.videos[index]
@@ -215,7 +263,11 @@ class RunRecord:
     device = peak_device_gib()
     if device is not None:
       lines[0] += f", peak device memory {device:.2f} GiB"
-    lines += self.pipeline.attention_summary()
+    if self.batches:
+      lines.append(attention_in_words(self.batches[-1]["attention"]))
+    for video in self.videos:
+      if "quality" in video:
+        lines.append(f"{video['file']} against dense: {quality_in_words(video['quality'])}")
     if self.config.init_random_weights:
       lines.append("the weights are random (init_random_weights=true): the video shows noise")
     lines.append(f"output: {self.run.path}")

@@ -37,11 +37,11 @@ import numpy as np
 from flax import nnx
 
 from MaxText.attention import Attention, make_attention
-from MaxText.attention.svg import SvgAttention, make_svg_attention
+from MaxText.attention.svg import SvgAttention
 from MaxText.attention.svg import schedule as svg_schedule
 from MaxText.attention.ulysses import Ulysses
+from MaxText.checkpoints import export, lora
 from MaxText.checkpoints import folder as folder_lib
-from MaxText.checkpoints import lora
 from MaxText.diffusion import flow_matching, solvers
 from MaxText.models.tokenizer import MAX_LENGTH, Tokenizer
 from MaxText.models.umt5 import Umt5Encoder, encode_prompts
@@ -233,7 +233,19 @@ class VideoPipeline:
   @functools.cache  # noqa: B019 - a pipeline lives as long as its command
   def svg_attention(self, half_width: int) -> SvgAttention:
     """The sparse attention of a density, as one device sees it."""
-    return make_svg_attention(self.config, half_width, self.placement.mesh)
+    config = self.config
+    return SvgAttention(
+      half_width=half_width,
+      sink_frames=min(config.svg_sink_frames, config.token_grid[0]),
+      sink=config.svg_sink,
+      num_sampled_queries=config.svg_num_sampled_queries,
+      routing=config.svg_routing,
+      kernel=config.svg_kernel,
+      layout=config.svg_layout,
+      block_q=config.svg_block_q or 0,
+      block_kv=config.svg_block_kv or 0,
+      backend="pallas" if self.platform == "tpu" else "xla",
+    )
 
   @property
   def platform(self) -> str:
@@ -314,7 +326,11 @@ class VideoPipeline:
         )
     embedded: dict[str, np.ndarray] = {}
     with self._on_mesh():
-      encoder = self._load("text_encoder", lambda: Umt5Encoder(self.config.umt5(), rngs=nnx.Rngs(0), **self.dtypes))
+      # The largest network: weights that are stored in bfloat16 stay so, since each layer is cast when it is used.
+      stored = set(export.stored_dtypes(self.folder, "text_encoder").values())
+      weight_dtype = jnp.bfloat16 if stored == {np.dtype(jnp.bfloat16)} else self.dtypes["weight_dtype"]
+      dtypes = {**self.dtypes, "weight_dtype": weight_dtype}
+      encoder = self._load("text_encoder", lambda: Umt5Encoder(self.config.umt5(), rngs=nnx.Rngs(0), **dtypes))
       for start in range(0, len(texts), PROMPTS_A_BATCH):
         group = texts[start : start + PROMPTS_A_BATCH]
         values = np.asarray(encode_prompts(encoder, tokenizer, group)).astype(np.float32)
@@ -337,7 +353,7 @@ class VideoPipeline:
     return np.stack([np.asarray(flow_matching.noise(request.seed, shape)) for request in requests])
 
   def denoise(
-    self, requests: Sequence[Request], embeddings: dict[str, np.ndarray], *, dense: bool = False
+    self, requests: Sequence[Request], embeddings: dict[str, np.ndarray], *, control: Attention | None = None
   ) -> Iterator[tuple[Step, jax.Array]]:
     """Runs all steps for a batch of requests; yields (step, latents [B, F, H, W, C] float32) as each step ends.
 
@@ -345,7 +361,8 @@ class VideoPipeline:
     seconds in `self.step_seconds`; both start anew here. Compilation is timed apart, in `self.compile_seconds`.
 
     Args:
-      embeddings: what `encode_prompts` returned. dense: run every step dense (the control of a comparison).
+      embeddings: what `encode_prompts` returned.
+      control: None, or the attention of every step and layer (from `dense_control`): the other side of a comparison.
     Raises:
       NotFiniteError: names the first step whose latents are not finite.
     """
@@ -365,7 +382,7 @@ class VideoPipeline:
       now = time.perf_counter()
       self.step_seconds.append(now - last_end)
       last_end = now
-      self.routes.append(np.asarray(temporal_LBN) if self._is_sparse(step, dense) else None)
+      self.routes.append(np.asarray(temporal_LBN) if self._is_sparse(step, control) else None)
       return step, state.sample
 
     text_kv, expert = None, None
@@ -378,7 +395,7 @@ class VideoPipeline:
         text_kv = self._text_keys_values(graphdef, weights, requests, embeddings, step.guided)
         last_end = time.perf_counter()
       layers = np.zeros(self.config.num_layers, bool)
-      if self._is_sparse(step, dense):
+      if self._is_sparse(step, control):
         layers[step.sparse.layer_start : step.sparse.layer_end] = True
       arguments = (
         weights,
@@ -389,7 +406,7 @@ class VideoPipeline:
         text_kv,
         layers,
       )
-      program, seconds = self._program(graphdef, step, dense, arguments)
+      program, seconds = self._program(graphdef, step, control, arguments)
       last_end += seconds
       state, temporal_LBN, finite = program(*arguments)
       running.append((step, state, temporal_LBN, finite))
@@ -398,8 +415,15 @@ class VideoPipeline:
     while running:
       yield finish()
 
-  def _is_sparse(self, step: Step, dense: bool) -> bool:
-    return step.sparse is not None and not dense
+  def _is_sparse(self, step: Step, control: Attention | None) -> bool:
+    return step.sparse is not None and control is None
+
+  def dense_control(self, other_tiles: bool = False) -> Attention:
+    """The dense attention; with `other_tiles` the same mathematics in another order of summation."""
+    attention = make_attention(self.config, self.placement.mesh)
+    if other_tiles:
+      attention = dataclasses.replace(attention, block_q=256, block_kv=512)
+    return self._on_every_device(attention)
 
   def _text_keys_values(self, graphdef, weights, requests, embeddings, guided):
     text = [embeddings[request.prompt] for request in requests]
@@ -408,14 +432,16 @@ class VideoPipeline:
     with self._on_mesh():
       return _text_keys_values(graphdef, weights, np.stack(text))
 
-  def _program(self, graphdef, step: Step, dense: bool, arguments) -> tuple[Callable, float]:
+  def _program(self, graphdef, step: Step, control: Attention | None, arguments) -> tuple[Callable, float]:
     """The compiled step, and the seconds spent compiling it now (0 when it existed).
 
     One program for dense steps and one a density, whatever the routes, the layers and the expert: those are data.
     """
-    sparse = self._on_every_device(self.svg_attention(step.sparse.half_width)) if self._is_sparse(step, dense) else None
+    sparse = self._is_sparse(step, control)
+    sparse_attention = self._on_every_device(self.svg_attention(step.sparse.half_width)) if sparse else None
+    attention = control or self.attention
     batch = arguments[1].sample.shape[0]
-    key = (graphdef, step.guided, sparse, batch)
+    key = (graphdef, step.guided, attention, sparse_attention, batch)
     if key in self._programs:
       return self._programs[key], 0.0
     start = time.perf_counter()
@@ -426,8 +452,8 @@ class VideoPipeline:
         *arguments,
         solver_step=self.solver.step,
         guided=step.guided,
-        attention=self.attention,
-        sparse_attention=sparse,
+        attention=attention,
+        sparse_attention=sparse_attention,
       )
       self._programs[key] = lowered.compile(compiler_options=compiler_options(self.platform))
     seconds = time.perf_counter() - start
@@ -503,8 +529,51 @@ class VideoPipeline:
     ]
     if self.schedule is not None:
       lines += self.schedule.describe()
-      lines += [self.svg_attention(w).describe(config.token_grid) for w in self._half_widths()]
+      lines += [
+        f"density {row['density']:g}: half-width {row['half_width']:,} tokens, keeps "
+        f"{row['kept_fraction_spatial']:.2%} of the "
+        f"pairs in a spatial and {row['kept_fraction_temporal']:.2%} in a temporal head (sink included)"
+        for row in self.mask_records()
+      ]
     return lines
 
-  def _half_widths(self) -> list[int]:
-    return list(dict.fromkeys(step.sparse.half_width for step in self.steps if step.sparse is not None))
+  def mask_records(self) -> list[dict[str, Any]]:
+    """One entry a density: exact counts of kept pairs, and of tiles, for a spatial and a temporal head."""
+    records = {}
+    for plan in (step.sparse for step in self.steps if step.sparse is not None):
+      svg = self.svg_attention(plan.half_width)
+      records[plan.half_width] = {"density": plan.density, **svg.counts(self.config.token_grid, self.platform)}
+    return list(records.values())
+
+  def attention_record(self) -> dict[str, Any]:
+    """Of the last denoising: what the masks keep, how the heads were routed, and the share of pairs that was kept."""
+    masks = {entry["half_width"]: entry for entry in self.mask_records()}
+    steps, kept, sparse_kept = [], [], []
+    for step, temporal_LBN in zip(self.steps, self.routes, strict=True):
+      shares = np.ones(self.config.num_layers)
+      if temporal_LBN is not None:
+        layers = slice(step.sparse.layer_start, step.sparse.layer_end)
+        entry = masks[step.sparse.half_width]
+        by_head = np.where(temporal_LBN[layers], entry["kept_fraction_temporal"], entry["kept_fraction_spatial"])
+        shares[layers] = by_head.mean(axis=(1, 2))
+        sparse_kept.append(by_head.mean())
+        routed = temporal_LBN[layers].reshape(by_head.shape[0], -1)
+        steps.append(
+          {
+            "step": step.index,
+            "first_layer": step.sparse.layer_start,
+            "temporal_by_layer": routed.sum(1).tolist(),
+            "heads_by_layer": routed.shape[1],
+          }
+        )
+      kept.append(shares.mean())
+    temporal = sum(sum(entry["temporal_by_layer"]) for entry in steps)
+    heads = sum(len(entry["temporal_by_layer"]) * entry["heads_by_layer"] for entry in steps)
+    return {
+      "attention": self.config.attention,
+      "masks": list(masks.values()),
+      "kept_pair_fraction": float(np.mean(kept)),
+      "kept_pair_fraction_of_sparse_layers": float(np.mean(sparse_kept)) if sparse_kept else None,
+      "routing_counts": {"spatial": heads - temporal, "temporal": temporal},
+      "routing": steps,
+    }

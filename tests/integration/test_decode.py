@@ -11,7 +11,9 @@ import time
 import numpy as np
 import pytest
 
-from MaxText import decode
+from MaxText import decode, pyconfig
+from MaxText.diffusion.pipeline import Request, VideoPipeline
+from MaxText.metrics.video_quality import yuv_psnr
 from MaxText.video_io import read_video
 
 REPOSITORY = pathlib.Path(__file__).parent.parent.parent
@@ -52,12 +54,24 @@ def test_equals_the_reference_pipeline(tmp_path, name, attention):
   folder = run(tmp_path, *golden_arguments(name), *attention, "save_latents=true")
   latents, expected = np.load(folder / "latents.npy"), np.load(PIPELINES / name / "latents.npy")
   assert np.linalg.norm(latents - expected) <= 1e-3 * np.linalg.norm(expected)
-  frames = np.load(PIPELINES / name / "frames.npz")["frames"].astype(np.float32)
-  video = read_video(folder / "video.mp4").astype(np.float32) / 255
-  assert video.shape == frames.shape
-  assert np.abs(video - frames).mean() < 0.05  # through H.264; the exact comparison is test_pipeline's
+  frames = np.rint(np.load(PIPELINES / name / "frames.npz")["frames"].astype(np.float32) * 255).astype(np.uint8)
+  video = read_video(folder / "video.mp4")
+  assert yuv_psnr(frames, video).y > 30  # H.264 halves the resolution of colour; the exact frames are compared below
   record = json.loads((folder / "run.json").read_text())
   assert record["status"] == "finished" and record["random_weights"] is False
+
+
+@pytest.mark.parametrize("name", ["one_expert", "two_experts", "five_heads_euler", "one_frame"])
+def test_frames_equal_the_reference_pipeline(name):
+  config = pyconfig.initialize(["configs/video.yml", "attention=dot_product", *FLOAT32, *golden_arguments(name)])
+  pipeline = VideoPipeline(config)
+  request = Request(config.prompt, config.seed)
+  for step, latents in pipeline.denoise([request], pipeline.encode_prompts([request.prompt])):
+    assert latents.shape == (1, *config.latent_grid, 16)
+  assert step.index == config.num_inference_steps - 1
+  frames = (np.concatenate([frames[0] for frames in pipeline.frames(latents)]) + 1) / 2
+  expected = np.load(PIPELINES / name / "frames.npz")["frames"].astype(np.float32)
+  assert np.abs(frames - expected).max() <= 2e-3
 
 
 def small(*more):
