@@ -1,5 +1,8 @@
 """The fastest dense attention of the device: a Pallas kernel on TPU, elsewhere the bounded path, said aloud.
 
+On TPU inference runs this project's kernel (kernels/), which has no gradient; training runs the flash kernel that ships
+with JAX, which has one.
+
 Legend: B batch, S queries, T keys, N heads, D head dim.
 """
 
@@ -9,13 +12,38 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu import flash_attention as library
 
-from MaxText.attention.dot_product import DotProductAttention
+from MaxText.attention.dot_product import DotProductAttention, heads_first, tokens_first
 
 LIBRARY_BLOCK = 512  # query and key tile of the library kernel
 
 
 @dataclasses.dataclass(frozen=True)
 class FlashAttention:
+  """Dense attention on TPU by this project's Pallas kernel. Forward only.
+
+  Attributes:
+    block_q, block_kv: tiles of the kernel; 0 takes the tuned ones.
+    chip: whose tuned tiles to take, such as 'v6e'; empty means the device here.
+  """
+
+  block_q: int = 0
+  block_kv: int = 0
+  chip: str = ""
+
+  def describe(self) -> str:
+    return "flash (this project's Pallas TPU kernel)"
+
+  def __call__(self, q_BSND: jax.Array, k_BTND: jax.Array, v_BTND: jax.Array, grid=None) -> jax.Array:
+    """[B, S, N, D] × [B, T, N, D] × [B, T, N, D] -> [B, S, N, D] in q's dtype; D at most 128."""
+    from MaxText.attention import kernels  # it imports from svg/, which imports from here
+    with jax.named_scope("flash_attention"):
+      out_HSD = kernels.dense_attention(
+        *map(heads_first, (q_BSND, k_BTND, v_BTND)), chip=self.chip or None, block_q=self.block_q, block_kv=self.block_kv)
+      return tokens_first(out_HSD, len(q_BSND))
+
+
+@dataclasses.dataclass(frozen=True)
+class LibraryFlashAttention:
   """Dense attention on TPU by the flash kernel that ships with JAX, forward and backward.
 
   Attributes:
@@ -77,5 +105,5 @@ def make_flash_attention(platform: str, block_q: int = 0, block_kv: int = 0, *, 
     training: whether gradients are needed.
   """
   if platform == "tpu":
-    return FlashAttention(block_q, block_kv)
+    return LibraryFlashAttention(block_q, block_kv) if training else FlashAttention(block_q, block_kv)
   return BoundedAttention(block_q, block_kv, platform=platform)

@@ -20,8 +20,16 @@ import numpy as np
 from jax import lax
 
 from MaxText.attention import Attention, Grid
-from MaxText.attention.dot_product import dot_product_attention, even_block, heads_first, per_platform, tokens_first
-from MaxText.attention.svg import layout, routing, tiles
+from MaxText.attention.dot_product import (
+  ACCELERATOR_BLOCKS,
+  CPU_BLOCKS,
+  dot_product_attention,
+  even_block,
+  heads_first,
+  per_platform,
+  tokens_first,
+)
+from MaxText.attention.svg import accounting, layout, routing, tiles
 from MaxText.attention.svg.masks import HeadMask, key_order, query_order
 from MaxText.attention.tiled import TilePlan, make_plan, tiled_attention
 
@@ -44,7 +52,8 @@ class SvgAttention:
     layout: where tokens are permuted: 'head_local' and 'pre_exchange' by `lay_out`, after or before the caller's exchange
       between devices; 'in_kernel' inside the attention of each head. All give the same result.
     block_q, block_kv: tile sizes; 0 takes what suits the platform.
-    backend: 'xla' or 'pallas' (TPU).
+    backend: 'xla' or 'pallas' (TPU; no gradient yet).
+    chip: whose tuned tiles 'pallas' takes, such as 'v6e'; empty means the device here.
     dense: used for cross-attention, which is never sparse.
   """
 
@@ -58,15 +67,33 @@ class SvgAttention:
   block_q: int = 0
   block_kv: int = 0
   backend: str = "xla"
+  chip: str = ""
   dense: Attention = dot_product_attention
 
   def describe(self) -> str:
     return (f"svg ({self.kernel}, half-width {self.half_width} tokens, sink {self.sink_frames} × {self.sink}, "
             f"routing {self.routing}, {self.backend})")
 
+  def counts(self, grid: Grid, platform: str) -> dict:
+    """Kept pairs and visited tiles of this attention on a grid and platform, exact; accounting.mask_counts says which."""
+    return accounting.mask_counts(
+      self.masks(grid), self.kernel, *self.blocks(grid, CPU_BLOCKS if platform == "cpu" else ACCELERATOR_BLOCKS))
+
   def masks(self, grid: Grid) -> tuple[HeadMask, HeadMask]:
     """The masks of a spatial and of a temporal head."""
     return tuple(HeadMask(grid, self.half_width, temporal, self.sink_frames, self.sink) for temporal in (False, True))
+
+  def blocks(self, grid: Grid, default: tuple[int, int]) -> tuple[int, int]:
+    """Tile sizes on a grid: those asked for, else the tuned ones of the chip or the platform's default, made to fit."""
+    num_tokens = grid[0] * grid[1] * grid[2]
+    if self.backend == "pallas":
+      from MaxText.attention import kernels  # Pallas takes a while to import, and only a TPU needs it
+      tuned = kernels.tuned_tiles(
+        self.chip or kernels.this_chip(), self.kernel, num_tokens, num_tokens, self.block_q, self.block_kv)
+      return tuned.block_q, tuned.block_kv
+    chosen = (even_block(num_tokens, block) for block in default)
+    asked = (min(block, num_tokens) for block in (self.block_q, self.block_kv))
+    return tuple(block or fallback for block, fallback in zip(asked, chosen, strict=True))
 
   def __call__(self, q_BSND: jax.Array, k_BSND: jax.Array, v_BSND: jax.Array, grid: Grid | None) -> jax.Array:
     """Self-attention, or dense cross-attention where grid is None; [B, S, N, D] in q's dtype."""
@@ -122,6 +149,8 @@ class SvgAttention:
 
   def attend_laid_out(self, q_BSND, k_BSND, v_BSND, grid: Grid, temporal_BN) -> jax.Array:
     """Attention over the kept tiles, tokens in and out in the order that `lay_out` gives."""
+    if self.backend == "pallas":
+      return self._pallas(q_BSND, k_BSND, v_BSND, grid, temporal_BN)
 
     def attend(q_HSD, k_HSD, v_HSD, kind_H, blocks, heads_at_once):
       plan = tile_plan(self.masks(grid), self.kernel, *self.blocks(grid, blocks))
@@ -133,12 +162,13 @@ class SvgAttention:
       arrays = heads_first(q_BSND), heads_first(k_BSND), heads_first(v_BSND), temporal_BN.reshape(-1).astype(jnp.int32)
       return tokens_first(per_platform(attend, *arrays, num_heads=temporal_BN.size), len(q_BSND))
 
-  def blocks(self, grid: Grid, default: tuple[int, int]) -> tuple[int, int]:
-    """Tile sizes on a grid: those asked for, else the default made to fit the sequence."""
-    num_tokens = grid[0] * grid[1] * grid[2]
-    chosen = (even_block(num_tokens, block) for block in default)
-    asked = (min(block, num_tokens) for block in (self.block_q, self.block_kv))
-    return tuple(block or fallback for block, fallback in zip(asked, chosen, strict=True))
+  def _pallas(self, q_BSND, k_BSND, v_BSND, grid: Grid, temporal_BN) -> jax.Array:
+    from MaxText.attention import kernels  # see `blocks`
+    with jax.named_scope("svg_attend"):
+      out_HSD = kernels.svg_attention(
+        *map(heads_first, (q_BSND, k_BSND, v_BSND)), temporal_BN.reshape(-1), self.masks(grid)[0], self.kernel,
+        chip=self.chip or None, block_q=self.block_q, block_kv=self.block_kv)
+      return tokens_first(out_HSD, len(q_BSND))
 
 
 @functools.lru_cache(maxsize=64)
