@@ -17,7 +17,7 @@ import time
 
 from MaxText import pyconfig
 from MaxText.config_types import ConfigError
-from MaxText.run_record import Reporter
+from MaxText.reporter import Reporter
 
 
 @pyconfig.run_main

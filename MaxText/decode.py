@@ -15,8 +15,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from MaxText import pyconfig
+from MaxText.reporter import Reporter
 from MaxText.run_folder import RunFolder, load_latents
-from MaxText.run_record import Reporter, RunRecord
 from MaxText.video_io import to_uint8, write_video
 
 
@@ -28,7 +28,9 @@ def main(argv: list[str]) -> None:
     config.print_config()
 
   with reporter.stage("start"):
-    from MaxText.diffusion.pipeline import Request, VideoPipeline  # imports jax: only once the configuration is right
+    from MaxText.diffusion import report  # imports jax: only once the configuration is right
+    from MaxText.diffusion.pipeline import Request, VideoPipeline
+    from MaxText.diffusion.run_record import RunRecord
 
     with pyconfig.input_errors():
       pipeline = VideoPipeline(config, reporter)
@@ -39,10 +41,10 @@ def main(argv: list[str]) -> None:
     Request(prompt, (config.seed + n) % 2**63) for prompt in prompts for n in range(config.num_videos_per_prompt)
   ]
   run = RunFolder(config, len(requests), create=not config.dry_run)
-  for line in pipeline.describe():
+  for line in report.describe(pipeline):
     reporter.info(line)
   if config.dry_run:
-    for line in pipeline.estimate(len(requests)):
+    for line in report.estimate(pipeline, len(requests)):
       reporter.info(line)
     return
   record = RunRecord(config, pipeline, reporter, run, requests)

@@ -49,7 +49,7 @@ from MaxText.models.vae import WanVae, decode_frames
 from MaxText.models.wan import WanTransformer
 from MaxText.parallel import mesh as mesh_lib
 from MaxText.parallel import sharding
-from MaxText.run_record import Reporter
+from MaxText.reporter import Reporter
 
 EXPERTS = ("transformer", "transformer_2")  # component names: high noise (or the only one), low noise
 STEPS_IN_FLIGHT = 2  # how many steps may be dispatched ahead; unbounded queues cost time and hide failures
@@ -216,7 +216,8 @@ class VideoPipeline:
       svg_schedule.resolve(config, expert_of_steps(config, self.solver)) if config.attention == "svg" else None
     )
     self.steps = plan_steps(config, self.solver, self.schedule)
-    self.attention = self._on_every_device(make_attention(config, self.placement.mesh))
+    self.dense_kernel = make_attention(config, self.placement.mesh)
+    self.attention = self._on_every_device(self.dense_kernel)
     self.loras = lora.open_loras(config.loras, config.wan(), config.num_experts)
     self.experts: dict[int, tuple[Any, Any]] = {}
     self.vae: WanVae | None = None
@@ -420,10 +421,8 @@ class VideoPipeline:
 
   def dense_control(self, other_tiles: bool = False) -> Attention:
     """The dense attention; with `other_tiles` the same mathematics in another order of summation."""
-    attention = make_attention(self.config, self.placement.mesh)
-    if other_tiles:
-      attention = dataclasses.replace(attention, block_q=256, block_kv=512)
-    return self._on_every_device(attention)
+    other = dataclasses.replace(self.dense_kernel, block_q=256, block_kv=512)
+    return self._on_every_device(other if other_tiles else self.dense_kernel)
 
   def _text_keys_values(self, graphdef, weights, requests, embeddings, guided):
     text = [embeddings[request.prompt] for request in requests]
@@ -460,6 +459,17 @@ class VideoPipeline:
     self.compile_seconds += seconds
     return self._programs[key], seconds
 
+  def seconds_left(self) -> float | None:
+    """Estimate from the steps so far: each remaining one takes the mean of its own kind, or of all where none is done."""
+    done = list(zip(self.steps, self.step_seconds, strict=False))
+    if not done:
+      return None
+    by_kind: dict[Any, list[float]] = collections.defaultdict(list)
+    for step, seconds in done:
+      by_kind[step.kind].append(seconds)
+    every = float(np.mean(self.step_seconds))
+    return sum(float(np.mean(by_kind.get(step.kind, [every]))) for step in self.steps[len(self.step_seconds) :])
+
   # --- pixels
 
   def frames(self, latents_BFHWC) -> Iterator[np.ndarray]:
@@ -484,96 +494,3 @@ class VideoPipeline:
           )
         done += frames.shape[1]
         yield frames
-
-  # --- what the run is, in words and for run.json
-
-  def seconds_left(self) -> float | None:
-    """Estimate from the steps so far, each remaining one taken as the mean of its own kind where there is one."""
-    done = list(zip(self.steps, self.step_seconds, strict=False))[1:] or list(
-      zip(self.steps, self.step_seconds, strict=False)
-    )
-    if not done:
-      return None
-    by_kind: dict[Any, list[float]] = collections.defaultdict(list)
-    for step, seconds in done:
-      by_kind[step.kind].append(seconds)
-    overall = float(np.mean([seconds for _, seconds in done]))
-    return sum(
-      float(np.mean(by_kind[step.kind])) if step.kind in by_kind else overall
-      for step in self.steps[len(self.step_seconds) :]
-    )
-
-  def devices_record(self) -> dict[str, Any]:
-    mesh = self.placement.mesh
-    device = mesh.devices.flat[0]
-    return {
-      "platform": device.platform,
-      "kind": device.device_kind,
-      "count": mesh.size,
-      "mesh": dict(mesh.shape),
-      "processes": jax.process_count(),
-    }
-
-  def describe(self) -> list[str]:
-    """The plan, before anything is loaded."""
-    config = self.config
-    F, H, W = config.token_grid
-    guided = sum(step.guided for step in self.steps)
-    lines = [
-      f"{config.width}×{config.height}, {config.num_frames} frames at {config.fps:g} fps: "
-      f"{F}×{H}×{W} = {config.num_tokens:,} tokens, {len(self.steps)} steps "
-      f"({config.solver}, shift {config.flow_shift:g}), "
-      f"guidance {' / '.join(f'{g:g}' for g in config.guidance_scales)} in {guided} of them",
-      f"on {mesh_lib.describe(self.placement.mesh)}; dense attention: "
-      f"{make_attention(config, self.placement.mesh).describe()}",
-    ]
-    if self.schedule is not None:
-      lines += self.schedule.describe()
-      lines += [
-        f"density {row['density']:g}: half-width {row['half_width']:,} tokens, keeps "
-        f"{row['kept_fraction_spatial']:.2%} of the "
-        f"pairs in a spatial and {row['kept_fraction_temporal']:.2%} in a temporal head (sink included)"
-        for row in self.mask_records()
-      ]
-    return lines
-
-  def mask_records(self) -> list[dict[str, Any]]:
-    """One entry a density: exact counts of kept pairs, and of tiles, for a spatial and a temporal head."""
-    records = {}
-    for plan in (step.sparse for step in self.steps if step.sparse is not None):
-      svg = self.svg_attention(plan.half_width)
-      records[plan.half_width] = {"density": plan.density, **svg.counts(self.config.token_grid, self.platform)}
-    return list(records.values())
-
-  def attention_record(self) -> dict[str, Any]:
-    """Of the last denoising: what the masks keep, how the heads were routed, and the share of pairs that was kept."""
-    masks = {entry["half_width"]: entry for entry in self.mask_records()}
-    steps, kept, sparse_kept = [], [], []
-    for step, temporal_LBN in zip(self.steps, self.routes, strict=True):
-      shares = np.ones(self.config.num_layers)
-      if temporal_LBN is not None:
-        layers = slice(step.sparse.layer_start, step.sparse.layer_end)
-        entry = masks[step.sparse.half_width]
-        by_head = np.where(temporal_LBN[layers], entry["kept_fraction_temporal"], entry["kept_fraction_spatial"])
-        shares[layers] = by_head.mean(axis=(1, 2))
-        sparse_kept.append(by_head.mean())
-        routed = temporal_LBN[layers].reshape(by_head.shape[0], -1)
-        steps.append(
-          {
-            "step": step.index,
-            "first_layer": step.sparse.layer_start,
-            "temporal_by_layer": routed.sum(1).tolist(),
-            "heads_by_layer": routed.shape[1],
-          }
-        )
-      kept.append(shares.mean())
-    temporal = sum(sum(entry["temporal_by_layer"]) for entry in steps)
-    heads = sum(len(entry["temporal_by_layer"]) * entry["heads_by_layer"] for entry in steps)
-    return {
-      "attention": self.config.attention,
-      "masks": list(masks.values()),
-      "kept_pair_fraction": float(np.mean(kept)),
-      "kept_pair_fraction_of_sparse_layers": float(np.mean(sparse_kept)) if sparse_kept else None,
-      "routing_counts": {"spatial": heads - temporal, "temporal": temporal},
-      "routing": steps,
-    }

@@ -1,0 +1,130 @@
+"""What a pipeline is about to do, in words: the plan of every run, and a dry run's estimates.
+
+Reads a `VideoPipeline` and computes nothing on the devices, but for a matrix product that tells `estimate` their speed.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from MaxText.attention.svg import accounting
+from MaxText.models.tokenizer import MAX_LENGTH
+from MaxText.models.umt5 import Umt5Encoder
+from MaxText.models.vae import WanVae
+from MaxText.models.wan import WanTransformer
+from MaxText.parallel import mesh as mesh_lib
+from MaxText.parallel import sharding
+from MaxText.reporter import seconds_in_words
+
+
+def describe(pipeline) -> list[str]:
+  """The plan, before anything is loaded."""
+  config, steps = pipeline.config, pipeline.steps
+  F, H, W = config.token_grid
+  guidance = " / ".join(f"{scale:g}" for scale in config.guidance_scales)
+  lines = [
+    f"{config.width}×{config.height}, {config.num_frames} frames at {config.fps:g} fps: {F}×{H}×{W} = "
+    f"{config.num_tokens:,} tokens; {len(steps)} steps ({config.solver}, shift {config.flow_shift:g}), "
+    f"guidance {guidance} in {sum(step.guided for step in steps)} of them",
+    f"on {mesh_lib.describe(pipeline.placement.mesh)}; dense attention: {pipeline.dense_kernel.describe()}",
+  ]
+  if config.num_experts == 2:
+    high = sum(step.expert == 0 for step in steps)
+    lines.append(f"experts: high noise in steps [0, {high}), low noise in [{high}, {len(steps)})")
+  if pipeline.schedule is not None:
+    lines += pipeline.schedule.describe()
+    for row in mask_records(pipeline):
+      lines.append(
+        f"density {row['density']}: half-width {row['half_width']:,} tokens; keeps "
+        f"{row['kept_fraction_spatial']:.2%} of a spatial and {row['kept_fraction_temporal']:.2%} of a temporal head's pairs (sink included); tiles of "
+        f"{row['block_q']}×{row['block_kv']}, {row['executed_tile_fraction_spatial']:.2%} and "
+        f"{row['executed_tile_fraction_temporal']:.2%} of them run"
+      )
+    lines.append(f"saves {flops_saved(pipeline):.1%} of the transformer's FLOPs (all heads counted as spatial)")
+  return lines
+
+
+def flops_saved(pipeline) -> float:
+  """Share of the transformer's FLOPs that the schedule saves, sink included."""
+  config, wan = pipeline.config, pipeline.config.wan()
+  return accounting.flops_saved(
+    pipeline.schedule.steps,
+    config.token_grid,
+    num_layers=wan.num_layers,
+    text_tokens=MAX_LENGTH,
+    width=wan.width,
+    ffn_width=wan.ffn_dim,
+    sink_frames=min(config.svg_sink_frames, config.token_grid[0]),
+    sink=config.svg_sink,
+  )
+
+
+def mask_records(pipeline) -> list[dict[str, Any]]:
+  """One entry a density: exact counts of kept pairs, and of tiles, for a spatial and a temporal head."""
+  records = {}
+  for plan in (step.sparse for step in pipeline.steps if step.sparse is not None):
+    counts = pipeline.svg_attention(plan.half_width).counts(pipeline.config.token_grid, pipeline.platform)
+    records[plan.half_width] = {"density": plan.density, **counts}
+  return list(records.values())
+
+
+def estimate(pipeline, num_videos: int) -> list[str]:
+  """For a dry run: weights and activations a device holds, and the time of the steps. Estimates, and labelled so."""
+  config, placement, wan = pipeline.config, pipeline.placement, pipeline.config.wan()
+  makers = {"text encoder": lambda: Umt5Encoder(config.umt5(), rngs=nnx.Rngs(0), **pipeline.dtypes)}
+  for expert in range(config.num_experts):
+    name = "transformer" if config.num_experts == 1 else ("high-noise", "low-noise")[expert] + " transformer"
+    makers[name] = lambda: WanTransformer(wan, rngs=nnx.Rngs(0), **pipeline.dtypes)
+  makers["VAE"] = lambda: WanVae(config.vae(), rngs=nnx.Rngs(0), **pipeline.dtypes)
+  sizes = {}
+  for name, make in makers.items():
+    abstract = sharding.sharded_abstract(nnx.state(nnx.eval_shape(make)), placement)
+    sizes[name] = sum(
+      np.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract)
+    )
+  batch = config.batch_size * (2 if any(step.guided for step in pipeline.steps) else 1)
+  shape = placement.mesh.shape
+  local_tokens = batch * config.num_tokens / min(batch, shape["data"]) / shape["context"]
+  # One layer at a time: residual stream and its norm in float32, q, k, v and the output, and the MLP.
+  bytes_a_token = 8 * wan.width + (4 * wan.width + wan.ffn_dim) * pipeline.dtypes["dtype"].itemsize
+  text = 2 * wan.num_layers * batch * MAX_LENGTH * wan.width * pipeline.dtypes["dtype"].itemsize
+  gib = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in sizes.items())
+  held = sum(size for name, size in sizes.items() if name not in ("text encoder", "VAE")) + text
+  flops = total_flops(pipeline) * -(-num_videos // config.batch_size) * batch
+  rate = measured_flops_per_second(pipeline.dtypes["dtype"]) * placement.mesh.size
+  return [
+    f"memory a device, estimate: weights {gib} GiB (the text encoder leaves before the transformer comes); denoising about "
+    f"{(held + local_tokens * bytes_a_token) / 2**30:.2f} GiB with the text's keys and values and a layer's activations",
+    f"time, estimate: {flops:.3g} FLOPs of denoising at {rate:.3g} FLOP/s (a matrix product measured just now on "
+    f"{placement.mesh.devices.flat[0].device_kind}, times the devices): at least {seconds_in_words(flops / rate)}",
+    "dry run: nothing was loaded or written",
+  ]
+
+
+def total_flops(pipeline) -> float:
+  """FLOPs of all steps for one sample."""
+  config, wan = pipeline.config, pipeline.config.wan()
+  attention, other = accounting.layer_flops(config.num_tokens, MAX_LENGTH, wan.width, wan.ffn_dim)
+  dense = len(pipeline.steps) * wan.num_layers * (attention + other)
+  return dense * (1.0 - (flops_saved(pipeline) if pipeline.schedule is not None else 0.0))
+
+
+@functools.cache
+def measured_flops_per_second(dtype: Any, size: int = 1024) -> float:
+  """Rate of a square matrix product on the first device, the best of five."""
+  x = jnp.ones((size, size), dtype)
+  product = jax.jit(lambda x: x @ x)
+  product(x).block_until_ready()
+  seconds = []
+  for _ in range(5):
+    start = time.perf_counter()
+    product(x).block_until_ready()
+    seconds.append(time.perf_counter() - start)
+  return 2 * size**3 / min(seconds)
