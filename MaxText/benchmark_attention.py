@@ -125,23 +125,51 @@ def device_kind() -> str:
   return jax.devices()[0].device_kind
 
 
-def measure(case, patterns: list[int], repeats: int = 7) -> float:
+def measure(case, patterns: list[int]) -> float:
   """Median milliseconds of one launch on the device here, random inputs, compilation and first run excluded."""
   import jax
   import jax.numpy as jnp
 
   from MaxText.attention.kernels import block_sparse_attention
 
-  keys = jax.random.split(jax.random.key(0), 3)
-  q, k, v = (jax.random.normal(key, (case.heads, case.num_tokens, case.head_dim), jnp.bfloat16) for key in keys)
-  plan, tiling = case.plan(), case.tiling()
-  run = jax.jit(lambda q, k, v, p: block_sparse_attention(q, k, v, plan, p, tiling=tiling))
+  plan, tiling, keys = case.plan(), case.tiling(), jax.random.split(jax.random.key(0), 3)
+  shape = (case.heads, case.num_tokens, case.head_dim)
+  qkv = [jax.random.normal(key, shape, jnp.bfloat16) for key in keys]
   pattern_H = jnp.asarray(patterns, jnp.int32)
-  run(q, k, v, pattern_H).block_until_ready()
+  return median_milliseconds(
+      lambda q, k, v, p: block_sparse_attention(q, k, v, plan, p, tiling=tiling), [*qkv, pattern_H])
+
+
+def time_layouts(case, on_device: bool) -> dict[str, str]:
+  """What each layout adds to one launch, in words: permuting once a launch, or gathering inside every head."""
+  from MaxText.attention.aot_estimate import layouts
+  from MaxText.attention.aot_estimate.estimate import EstimateError, layout_milliseconds
+
+  found = {}
+  for layout in layouts.LAYOUTS:
+    if on_device:
+      function, args, times = layouts.layout_work(case, layout)
+      found[layout] = f"{median_milliseconds(function, args) * times:.2f} ms, measured on {device_kind()}"
+      continue
+    try:
+      found[layout] = f"{layout_milliseconds(case, layout):.2f} ms, AOT estimate, {case.chip} (XLA's cycles, pessimistic)"
+    except EstimateError as error:
+      found[layout] = f"no estimate: {error}"
+  return found
+
+
+def median_milliseconds(function, args, repeats: int = 7) -> float:
+  """Median time of a jitted function on zeros of the given shapes (arrays are used as they are)."""
+  import jax
+  import jax.numpy as jnp
+
+  arrays = [a if isinstance(a, jax.Array) else jnp.zeros(a.shape, a.dtype) for a in args]
+  run = jax.jit(function)
+  jax.block_until_ready(run(*arrays))
   seconds = []
   for _ in range(repeats):
     began = time.perf_counter()
-    run(q, k, v, pattern_H).block_until_ready()
+    jax.block_until_ready(run(*arrays))
     seconds.append(time.perf_counter() - began)
   return statistics.median(seconds) * 1e3
 
@@ -210,11 +238,14 @@ def main(argv: list[str]) -> None:
   for kernel in ("dense", "aligned"):
     best = search.candidates(with_tiles(case, kernel, config))[:5]
     ranked[kernel] = [(c.block_q, c.block_kv, search.predicted_cycles(c) / CHIPS[chip].clock_hz * 1e3) for c in best]
+  layout_times = time_layouts(with_tiles(case, "aligned", config), on_device)
   # --- report
   print("\n" + format_table(rows))
   for kernel, entries in ranked.items():
     sizes = ", ".join(f"{q} x {kv}" for q, kv, _ in entries)
     print(f"tiles that fit and rank best for {kernel} (model of the matrix unit, not timed): {sizes}")
+  for layout, words in layout_times.items():
+    print(f"layout {layout} adds {words}")
   folder = pathlib.Path(config.base_output_directory).expanduser() / config.run_name
   folder.mkdir(parents=True, exist_ok=True)
   path = folder / "benchmark_attention.json"
@@ -222,6 +253,7 @@ def main(argv: list[str]) -> None:
       "shape": dataclasses.asdict(case) | {"num_tokens": case.num_tokens},
       "rows": [dataclasses.asdict(row) for row in rows],
       "failures": failures,
+      "layouts": layout_times,
       "tile_search": {
           kernel: [{"block_q": q, "block_kv": kv, "predicted_ms": ms} for q, kv, ms in entries]
           for kernel, entries in ranked.items()

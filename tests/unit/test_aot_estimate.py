@@ -6,7 +6,7 @@ import json
 import pytest
 
 from MaxText import benchmark_attention
-from MaxText.attention.aot_estimate import estimate, search
+from MaxText.attention.aot_estimate import estimate, layouts, search
 from MaxText.attention.aot_estimate.case import CHIPS, KernelCase
 from MaxText.attention.aot_estimate.estimate import EstimateError
 from MaxText.attention.aot_estimate.schedule import read_schedule
@@ -130,6 +130,7 @@ def test_benchmark_command_writes_table_and_json(tmp_path, monkeypatch, capsys):
   kinds = ("step", "start", "finish", "full", "one_edge", "one_edge_chunks", "again", "again_chunks", "launch")
   parts = [{"part": p, "bundles": 1000, "matmul": 100} for p in kinds]
   monkeypatch.setattr(estimate, "compile_parts", lambda case: {"seconds": 0.0, "parts": parts})
+  monkeypatch.setattr(estimate, "layout_milliseconds", lambda case, layout: 7.0)
   status = benchmark_attention.main([
       "configs/video.yml", "model_name=wan2.1-t2v-14b", "compile_topology=v6e:2x4", "svg_density=0.35",
       "ici_context_parallelism=4", "context_parallel_strategy=ulysses", f"base_output_directory={tmp_path}", "run_name=b",
@@ -143,7 +144,27 @@ def test_benchmark_command_writes_table_and_json(tmp_path, monkeypatch, capsys):
   assert rows["B0 dense", "spatial"]["kept_pair_share"] == 1.0
   assert abs(rows["B2 exact", "spatial"]["kept_pair_share"] - 0.38873) < 1e-5
   assert rows["B1 naive", "spatial"]["masked_tile_share"] == 1.0
+  assert report["layouts"]["head_local"].startswith("7.00 ms, AOT estimate")
   assert all(r["how"] == "AOT estimate, v6e" for r in report["rows"])
+
+
+def test_layout_work_permutes_and_refuses_to_guess():
+  """Both layouts give a temporal head the same rows; gathers have no estimate, which is said."""
+  import jax.numpy as jnp
+  import numpy as np
+
+  case = dataclasses.replace(CASE, grid=(3, 2, 4), heads=1, half_width=5, head_dim=2)
+  x = jnp.asarray(np.arange(24 * 2).reshape(24, 2), jnp.bfloat16)
+  permute, _, _ = layouts.layout_work(case, "head_local")
+  gather, args, times = layouts.layout_work(case, "in_kernel")
+  whole = permute(*[x[None, :, None]] * 4, jnp.ones((1, 1), bool))
+  one = gather(x, x, x, x, 1, *args[5:])
+  assert times == 1
+  for a, b in zip(whole, one, strict=True):
+    np.testing.assert_array_equal(a[0, :, 0], b)
+  assert layouts.estimated_cycles('%a = copy() "estimated_cycles":"7"\n%b "estimated_cycles":"5"') == 12
+  with pytest.raises(ValueError, match="measure this on a TPU"):
+    layouts.estimated_cycles("%g = bf16[8] gather(%a, %b)")
 
 
 @pytest.mark.slow

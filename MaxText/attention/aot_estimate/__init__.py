@@ -5,6 +5,8 @@ instruction schedule it dumps says how many cycles each part of the kernel takes
   schedule.py  the dumped bundles as a tree of loops and predicated regions
   compile.py   the child process that compiles (libtpu reads its flags before jax starts)
   estimate.py  bundles x executions / clock
+  layouts.py   the permutations around the kernel
+  search.py    tiles that fit vector memory, ranked by a model
 
 What an estimate does not see: waits for HBM, bank conflicts, instruction fetch, power. Numbers from here are always
 labelled "AOT estimate".

@@ -122,19 +122,30 @@ def compile_parts(case: KernelCase, timeout_s: float = 3600) -> dict:
   Raises:
     EstimateError: libtpu is missing, refuses the kernel, or its schedule does not match.
   """
+  with tempfile.TemporaryDirectory(prefix="aot_estimate_") as dump:
+    what = f"{case.kernel} with tiles of {case.block_q} x {case.block_kv} for {case.chip}"
+    return _child("compile", [json.dumps(dataclasses.asdict(case)), dump], what, timeout_s)
+
+
+def layout_milliseconds(case: KernelCase, layout: str, timeout_s: float = 3600) -> float:
+  """Time that `layout` (layouts.LAYOUTS) adds to one launch by XLA's cycle counts."""
+  request = json.dumps(dataclasses.asdict(case) | {"layout": layout})
+  return _child("layouts", [request], f"layout {layout}", timeout_s) / CHIPS[case.chip].clock_hz * 1e3
+
+
+def _child(module: str, arguments: list[str], what: str, timeout_s: float):
+  """Runs a module of this package in a process of its own, and reads the JSON of its last line."""
   environment = os.environ | {
       "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
       "TPU_STDERR_LOG_LEVEL": "3", "TF_CPP_MIN_LOG_LEVEL": "3",
   }  # fmt: skip
-  with tempfile.TemporaryDirectory(prefix="aot_estimate_") as dump:
-    command = [sys.executable, "-m", "MaxText.attention.aot_estimate.compile", json.dumps(dataclasses.asdict(case)), dump]
-    root = pathlib.Path(__file__).resolve().parents[3]
-    child = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=root, timeout=timeout_s)
+  command = [sys.executable, "-m", f"MaxText.attention.aot_estimate.{module}", *arguments]
+  root = pathlib.Path(__file__).resolve().parents[3]
+  child = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=root, timeout=timeout_s)
   if child.returncode:
     lines = [line for line in child.stderr.strip().splitlines() if line.strip()]
     telling = [line for line in lines if "Error" in line or "EXHAUSTED" in line]
-    reason = (telling or lines or ["no message"])[-1]
-    raise EstimateError(f"{case.kernel} with tiles of {case.block_q} x {case.block_kv} for {case.chip}: {reason[:600]}")
+    raise EstimateError(f"{what}: {(telling or lines or ['no message'])[-1][:600]}")
   return json.loads(child.stdout.strip().splitlines()[-1])
 
 

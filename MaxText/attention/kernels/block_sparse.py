@@ -63,9 +63,14 @@ class KernelTiling:
 
   chunk: int = 1024
   unroll: bool = True
-  probe: int = 256
+  probe: int = 128
   reference_in_mxu: bool = True
   vmem_limit_bytes: int = 110 * 2**20
+
+
+def when(condition):
+  """pl.when, where None means always."""
+  return pl.when(condition) if condition is not None else lambda body: body()
 
 
 def _kernel(
@@ -203,13 +208,14 @@ def _kernel(
       far |= jnp.max(jnp.where(row_max > UNSEEN, -row_max, 0.0)) > LIMIT
     return far
 
-  @pl.when(has(steplib.ACTIVE))
+  # Conditions that hold for every step of the launch are left out: straight-line code overlaps better.
+  @when(has(steplib.ACTIVE) if plan.any_idle else None)
   def _step():
     src = turn_s[0]
     dst = 1 - src
     turn_s[0] = dst
     if plan.any_full:
-      pl.when(~has(steplib.MASKED))(lambda: fast_body(src, dst))
+      when(~has(steplib.MASKED) if plan.any_masked else None)(lambda: fast_body(src, dst))
     one_edge = has(steplib.LOWER | steplib.UPPER)
     if plan.any_one_edge:
       pl.when(one_edge)(lambda: masked_body(src, dst, keep_one_edge, jnp.where(has(steplib.LOWER), -FAR_KEY, FAR_KEY)))

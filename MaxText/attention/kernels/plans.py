@@ -16,7 +16,7 @@ SPATIAL, TEMPORAL = 0, 1
 
 @functools.lru_cache(maxsize=64)
 def svg_plan(
-    mask: HeadMask, kernel: str, block_q: int, block_kv: int, masked_chunk: int = 512, probe: int = 256
+    mask: HeadMask, kernel: str, block_q: int, block_kv: int, masked_chunk: int = 512, probe: int = 128
 ) -> StepPlan:
   """The launch for heads that are spatial or temporal, whichever their traced flag says.
 

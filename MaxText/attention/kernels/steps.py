@@ -97,6 +97,10 @@ class StepPlan:
     return self.num_keys % self.block_kv != 0
 
   @property
+  def any_idle(self) -> bool:
+    return bool(((self.flags_PL & ACTIVE) == 0).any())
+
+  @property
   def any_masked(self) -> bool:
     return bool((self.flags_PL & MASKED).any())
 
@@ -148,7 +152,7 @@ def plan_steps(
     intervals: list[tuple[np.ndarray, np.ndarray]] | None = None,
     sink: int = 0,
     masked_chunk: int = 512,
-    probe: int = 256,
+    probe: int = 128,
     shortcuts: bool = True,
     kernel_name: str = "block_sparse_attention",
 ) -> StepPlan:
