@@ -6,8 +6,8 @@
       latents.npy | 000.latents.npy …   final latents, from before the VAE runs; removed after success unless save_latents
       video.step-012.latents.npy        latents after step 12, left by an interrupted run
 
-File names never contain the prompt. Every file is written under a temporary name and renamed, so a file with its final name
-is whole.
+File names never contain the prompt. Every file is written under a temporary name and renamed, so a file with its final
+name is whole.
 """
 
 from __future__ import annotations

@@ -75,7 +75,8 @@ def attention_in_words(record: dict[str, Any]) -> str:
   return (
     f"attention: {record['attention']} kept {record['kept_pair_fraction']:.1%} of all query-key pairs "
     f"({record['kept_pair_fraction_of_sparse_layers']:.1%} in sparse layers) and ran "
-    f"{record['executed_tile_fraction']:.1%} of the tiles; heads routed: {counts['spatial']:,} spatial, {counts['temporal']:,} temporal"
+    f"{record['executed_tile_fraction']:.1%} of the tiles; heads routed: "
+    f"{counts['spatial']:,} spatial, {counts['temporal']:,} temporal"
   )
 
 
@@ -167,13 +168,29 @@ class RunRecord:
       "tokens": self.config.num_tokens,
       "token_grid": list(self.config.token_grid),
       "devices": devices_record(pipeline.placement.mesh),
+      **self._of_all_batches(),
+      "files": [video["file"] for video in self.videos if video["status"] == "finished"],
       "videos": self.videos,
-      "batches": [*self.run.earlier.get("batches", []), *self.batches],
+      "batches": self._batches(),
       "warnings": self.reporter.warnings,
       "versions": versions(),
       "config": self.config.as_record(),
     }
     write_json(str(self.run.path / RUN_JSON), content)
+
+  def _batches(self) -> list[dict[str, Any]]:
+    return [*self.run.earlier.get("batches", []), *self.batches]
+
+  def _of_all_batches(self) -> dict[str, Any]:
+    """What the batches' attention records say together."""
+    records = [batch["attention"] for batch in self._batches()]
+    if not records:
+      return {}
+    counts = {kind: sum(record["routing_counts"][kind] for record in records) for kind in ("spatial", "temporal")}
+    shares = {
+      key: float(np.mean([record[key] for record in records])) for key in ("kept_pair_fraction", "executed_tile_fraction")
+    }
+    return {**shares, "routing_counts": counts}
 
   def summary(self) -> list[str]:
     """What a person wants to know at the end."""

@@ -1,7 +1,7 @@
 """Tiny random Wan transformers and what they predict, by the Diffusers implementation. Writes dit_<name>.safetensors.
 
-Each file holds the weights under their Diffusers names, the inputs (in.*), the output (out), and the architecture as metadata.
-Every bias and norm is random, so that an omitted or transposed one is seen. Run with the oracle's Python (see README.md).
+Each file holds the weights under their Diffusers names, the inputs (in.*), the output (out), and the architecture.
+Every bias and norm is random, so that an omitted or transposed one is seen. Run with the oracle's Python (README.md).
 """
 
 import json

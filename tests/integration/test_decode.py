@@ -66,7 +66,7 @@ def test_frames_equal_the_reference_pipeline(name):
   config = pyconfig.initialize(["configs/video.yml", "attention=dot_product", *FLOAT32, *golden_arguments(name)])
   pipeline = VideoPipeline(config)
   request = Request(config.prompt, config.seed)
-  for step, latents in pipeline.denoise([request], pipeline.encode_prompts([request.prompt])):
+  for step, latents in pipeline.denoise([request], pipeline.encode_prompts([request.prompt])):  # noqa: B007
     assert latents.shape == (1, *config.latent_grid, 16)
   assert step.index == config.num_inference_steps - 1
   frames = (np.concatenate([frames[0] for frames in pipeline.frames(latents)]) + 1) / 2
