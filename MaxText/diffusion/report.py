@@ -41,11 +41,11 @@ def describe(pipeline) -> list[str]:
   if pipeline.schedule is not None:
     lines += pipeline.schedule.describe()
     for row in mask_records(pipeline):
+      kept = " and ".join(f"{row[f'kept_fraction_{kind}']:.2%} of a {kind}" for kind in ("spatial", "temporal"))
+      tiles = " and ".join(f"{row[f'executed_tile_fraction_{kind}']:.2%}" for kind in ("spatial", "temporal"))
       lines.append(
-        f"density {row['density']}: half-width {row['half_width']:,} tokens; keeps "
-        f"{row['kept_fraction_spatial']:.2%} of a spatial and {row['kept_fraction_temporal']:.2%} of a temporal head's pairs (sink included); tiles of "
-        f"{row['block_q']}×{row['block_kv']}, {row['executed_tile_fraction_spatial']:.2%} and "
-        f"{row['executed_tile_fraction_temporal']:.2%} of them run"
+        f"density {row['density']}: half-width {row['half_width']:,} tokens; keeps {kept} head's pairs (sink included); of "
+        f"the tiles, {row['block_q']} queries × {row['block_kv']} keys, {tiles} run"
       )
     lines.append(f"saves {flops_saved(pipeline):.1%} of the transformer's FLOPs (all heads counted as spatial)")
   return lines
@@ -100,7 +100,7 @@ def estimate(pipeline, num_videos: int) -> list[str]:
   flops = total_flops(pipeline) * -(-num_videos // config.batch_size) * batch
   rate = measured_flops_per_second(pipeline.dtypes["dtype"]) * placement.mesh.size
   return [
-    f"memory a device, estimate: weights {gib} GiB (the text encoder leaves before the transformer comes); denoising about "
+    f"memory a device, estimate: weights {gib} GiB (the text encoder leaves before the transformer comes); denoising "
     f"{(held + local_tokens * bytes_a_token) / 2**30:.2f} GiB with the text's keys and values and a layer's activations",
     f"time, estimate: {flops:.3g} FLOPs of denoising at {rate:.3g} FLOP/s (a matrix product measured just now on "
     f"{placement.mesh.devices.flat[0].device_kind}, times the devices): at least {seconds_in_words(flops / rate)}",
