@@ -44,7 +44,7 @@ def describe(pipeline) -> list[str]:
       kept = " and ".join(f"{row[f'kept_fraction_{kind}']:.2%} of a {kind}" for kind in ("spatial", "temporal"))
       tiles = " and ".join(f"{row[f'executed_tile_fraction_{kind}']:.2%}" for kind in ("spatial", "temporal"))
       lines.append(
-        f"density {row['density']}: half-width {row['half_width']:,} tokens; keeps {kept} head's pairs (sink included); of "
+        f"density {row['density']}: half-width {row['half_width']:,} tokens, keeps {kept} head's pairs (with sink); of "
         f"the tiles, {row['block_q']} queries × {row['block_kv']} keys, {tiles} run"
       )
     lines.append(f"saves {flops_saved(pipeline):.1%} of the transformer's FLOPs (all heads counted as spatial)")
