@@ -14,7 +14,7 @@ from MaxText.attention.svg.masks import half_width
 
 GRIDS = {"480p": (21, 30, 52), "720p": (21, 45, 80), "1080p": (21, 68, 120), "1440p": (21, 90, 160)}
 DEFAULTS = {"chips": ",".join(CHIPS), "resolutions": "720p,1080p,1440p", "kernels": "dense,aligned,exact", "heads": "10"}
-ROUTES = {"spatial": 0, "temporal": 1}
+ROUTES = {"spatial": (0, 0), "temporal": (1, 1), "mixed": (0, 1)}  # patterns of even and odd heads
 
 
 def main(argv: list[str]) -> int:
@@ -47,10 +47,10 @@ def compile_one(chip: str, resolution: str, kernel: str, heads: int) -> bool:
   except EstimateError as error:
     print(f"FAILED {chip} {resolution} {error}", flush=True)
     return False
-  for name, pattern in ROUTES.items():
-    if kernel == "dense" and pattern:
+  for name, patterns in ROUTES.items():
+    if kernel == "dense" and name != "spatial":
       continue
-    result = evaluate(case, compiled, [pattern] * heads)
+    result = evaluate(case, compiled, [patterns[h % 2] for h in range(heads)])
     busy = "" if result.mxu_busy is None else f", MXU {result.mxu_busy:.1%} busy"
     print(f"{result.label} {chip} {resolution} {kernel} {name} {case.block_q} x {case.block_kv}: "
           f"{result.milliseconds:.2f} ms{busy}, {result.steps} steps, {result.idle_steps} idle, "

@@ -84,10 +84,10 @@ def _kernel(
   flags = flags_L[step]
   _, row, col = steplib.unpack_block(blocks_L[step])
   block_q, block_kv = q_ref.shape[0], k_ref.shape[0]
+  by_band = plan.edges_P3S is not None
+
   def has(bit):
     return (flags & bit) != 0
-
-  by_band = plan.edges_P3S is not None
 
   def keep_both_edges(key_c1, by_band=by_band):
     """Boolean [c, q]: the whole mask."""
