@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -29,7 +30,6 @@ _VERSION = 1
 _TOKENIZER = os.path.join("tokenizer", "spiece.model")
 # Leaves are cut into pieces of this size on disk, so that reading a shard does not read a whole stack.
 _CHUNK_BYTES = 256 << 20
-_CONCURRENT_GB = 1
 
 
 def open_orbax(path: str) -> Folder:
@@ -96,7 +96,8 @@ def save_component(directory: str, arrays: Mapping[str, jax.Array]):
   import orbax.checkpoint as ocp
 
   save_args = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), dict(arrays))
-  with _checkpointer() as checkpointer:
+  largest = max(shard.data.nbytes for array in arrays.values() for shard in array.addressable_shards)
+  with _checkpointer(largest) as checkpointer:
     checkpointer.save(os.path.abspath(directory), args=ocp.args.PyTreeSave(dict(arrays), save_args=save_args))
 
 
@@ -118,7 +119,13 @@ def restore(
     path: ocp.ArrayRestoreArgs(sharding=target.sharding or default, dtype=target.dtype, global_shape=target.shape)
     for path, target in targets.items()
   }
-  with _checkpointer() as checkpointer:
+  # As many bytes as either type takes: what is read is converted afterwards.
+  stored = leaf_dtypes(folder, component)
+  largest = max(
+    math.prod((target.sharding or default).shard_shape(target.shape)) * max(target.dtype.itemsize, stored[path].itemsize)
+    for path, target in targets.items()
+  )
+  with _checkpointer(largest) as checkpointer:
     arrays = checkpointer.restore(
       os.path.join(os.path.abspath(folder.path), component),
       args=ocp.args.PyTreeRestore(item=dict(targets), restore_args=restore_args, partial_restore=True),
@@ -128,11 +135,16 @@ def restore(
   return arrays
 
 
-def _checkpointer():
+def _checkpointer(largest: int):
+  """A checkpointer that keeps about `largest` bytes on their way, the most that one device's part of a leaf takes.
+
+  Orbax's own limit is 96 GB; a smaller one than the largest part makes it fail.
+  """
   import orbax.checkpoint as ocp
 
+  limit = math.ceil(largest / 10**9)
   return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(
-    use_ocdbt=True, use_zarr3=True, restore_concurrent_gb=_CONCURRENT_GB, save_concurrent_gb=_CONCURRENT_GB))
+    use_ocdbt=True, use_zarr3=True, restore_concurrent_gb=limit, save_concurrent_gb=limit))
 
 
 def write_description(
