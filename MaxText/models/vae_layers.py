@@ -16,6 +16,7 @@ Dimensions: B batch, T frames of a chunk, H W picture, C channels in, O channels
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
@@ -56,13 +57,27 @@ class FeatureCache:
 
 
 def conv2d(x_BTHWC, kernel, *, stride: int = 1, padding=((1, 1), (1, 1))):
-  """Convolves every frame with kernel [h, w, C, O]; float32 out, so that partial sums over time are not rounded."""
+  """Convolves every frame with kernel [h, w, C, O]."""
   if kernel.shape[:2] == (1, 1):
-    return jnp.dot(x_BTHWC, kernel[0, 0], preferred_element_type=jnp.float32)
+    return x_BTHWC @ kernel[0, 0]
   B, T = x_BTHWC.shape[:2]
   y = jax.lax.conv_general_dilated(x_BTHWC.reshape(B * T, *x_BTHWC.shape[2:]), kernel, (stride, stride), padding,
-                                   dimension_numbers=("NHWC", "HWIO", "NHWC"), preferred_element_type=jnp.float32)
+                                   dimension_numbers=("NHWC", "HWIO", "NHWC"))
   return y.reshape(B, T, *y.shape[1:])
+
+
+def conv3d(x_BTHWC, kernel, time_stride: int):
+  """Convolves with kernel [t, h, w, C, O]; zeros around the picture, none before the first frame."""
+  padding = [(0, 0), *((size // 2, size // 2) for size in kernel.shape[1:3])]
+  return jax.lax.conv_general_dilated(x_BTHWC, kernel, (time_stride, 1, 1), padding,
+                                      dimension_numbers=("NDHWC", "DHWIO", "NDHWC"))
+
+
+def conv3d_by_frames(x_BTHWC, kernel, time_stride: int):
+  """What `conv3d` computes, as a sum of t convolutions of frames."""
+  taps = kernel.shape[0]
+  end = x_BTHWC.shape[1] - taps + 1  # one past the first frame of the last output's window
+  return sum(conv2d(x_BTHWC[:, i:end + i:time_stride], kernel[i]) for i in range(taps))
 
 
 class Conv2d(nnx.Module):
@@ -77,14 +92,16 @@ class Conv2d(nnx.Module):
 
   def __call__(self, x):
     y = conv2d(x.astype(self.dtype), self.kernel[...].astype(self.dtype), stride=self.stride, padding=self.padding)
-    return (y + self.bias[...].astype(jnp.float32)).astype(self.dtype)
+    return y + self.bias[...].astype(self.dtype)
 
 
 class CausalConv(nnx.Module):
   """A convolution over time and picture that sees no later frame; kernel [t, h, w, C, O], bias [O].
 
-  It is written as a sum of t convolutions of frames: on a CPU, XLA runs that 2 to 3 times as fast as its 3-D convolution
-  (CPU test, 2 cores, chunks of 1 to 4 frames, 32 to 128 channels), and on a TPU the sums fuse into the convolutions.
+  On a CPU it runs as a sum of convolutions of frames, 1.4 to 3.3 times as fast as XLA's 3-D convolution (CPU test on a
+  busy machine of 2 cores: chunks of 1 to 4 frames, 32 to 128 channels). On a TPU the 3-D convolution takes half the time
+  and memory of the sum (AOT estimate, v6e, 4 frames of 480×832 with 96 channels in bfloat16: 12.8 ms, 1.1 GB of
+  temporaries; against 23.8 ms, 2.1 GB).
 
   Attributes:
     history: number of frames from before the chunk that its first output needs.
@@ -112,10 +129,10 @@ class CausalConv(nnx.Module):
     else:
       window = jnp.concatenate([cache.recall(), x], axis=1)
       cache.remember(window[:, -self.history:])
-      taps = kernel.shape[0]
-      last = window.shape[1] - taps + 1  # one past the first frame of the last output's window
-      y = sum(conv2d(window[:, i:last + i:self.time_stride], kernel[i]) for i in range(taps))
-    return (y + self.bias[...].astype(jnp.float32)).astype(self.dtype)
+      y = jax.lax.platform_dependent(
+        window, kernel, cpu=functools.partial(conv3d_by_frames, time_stride=self.time_stride),
+        default=functools.partial(conv3d, time_stride=self.time_stride))
+    return y + self.bias[...].astype(self.dtype)
 
 
 class ChannelNorm(nnx.Module):

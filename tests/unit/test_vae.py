@@ -191,6 +191,15 @@ def test_full_size_decodes_abstractly():
   assert values_a_pixel == pytest.approx(2365, rel=0.01)
 
 
+@pytest.mark.parametrize("size, time_stride", [((3, 3, 3), 1), ((3, 1, 1), 1), ((3, 1, 1), 2)])
+def test_both_forms_of_a_convolution_over_time_agree(size, time_stride):
+  """Only one of them runs on the machine of the other tests."""
+  x, kernel = random(2, 7, 5, 4, 3), random(*size, 3, 6)
+  ours = vae_layers.conv3d(x, kernel, time_stride)
+  assert ours.shape == (2, 3 if time_stride == 2 else 5, 5, 4, 6)
+  np.testing.assert_allclose(vae_layers.conv3d_by_frames(x, kernel, time_stride), ours, atol=1e-5)
+
+
 def test_attention_in_blocks_equals_attention_at_once(monkeypatch):
   q, k, v = random(3, 2, 37, 8)
   whole = vae_layers.attend_picture(q, k, v)
