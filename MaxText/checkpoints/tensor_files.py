@@ -68,21 +68,19 @@ def read_header(path: str) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     try:
       header = json.loads(f.read(length))
       metadata = header.pop("__metadata__", None) or {}
-      ends = [entry["data_offsets"][1] for entry in header.values()]
+      entries = {name: (e["dtype"], tuple(e["shape"]), *map(int, e["data_offsets"])) for name, e in header.items()}
     except (ValueError, TypeError, KeyError, AttributeError) as e:
       raise ValueError(f"{path} is not a safetensors file: its header does not parse ({e}); download it again") from e
-  expected = 8 + length + max(ends, default=0)
+  expected = 8 + length + max((end for *_, end in entries.values()), default=0)
   if size < expected:
     raise ValueError(f"{path} is truncated: it has {size} bytes and its header promises {expected}; download it again")
   stored = {}
-  for name, entry in header.items():
-    dtype = _DTYPES.get(entry["dtype"])
-    if dtype is None:
-      raise ValueError(f"{path}: tensor {name} is stored as {entry['dtype']}; supported are {', '.join(_DTYPES)}")
-    begin, end = entry["data_offsets"]
-    stored[name] = StoredTensor(name, path, 8 + length + begin, dtype, tuple(entry["shape"]))
+  for name, (code, shape, begin, end) in entries.items():
+    if code not in _DTYPES:
+      raise ValueError(f"{path}: tensor {name} is stored as {code}; supported are {', '.join(_DTYPES)}")
+    stored[name] = StoredTensor(name, path, 8 + length + begin, _DTYPES[code], shape)
     if stored[name].nbytes != end - begin:
-      raise ValueError(f"{path}: tensor {name} of shape {entry['shape']} has {end - begin} bytes; the file is damaged")
+      raise ValueError(f"{path}: tensor {name} of shape {list(shape)} has {end - begin} bytes; the file is damaged")
   return stored, metadata
 
 

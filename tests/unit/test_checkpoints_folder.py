@@ -163,6 +163,19 @@ def whole_numbers(t):
   t["proj_out.bias"] = t["proj_out.bias"].astype(np.uint8)
 
 
+def header(change):
+  """Rewrites the header of the transformer's file and leaves its numbers alone."""
+  def rewrite(folder):
+    content = (folder / TRANSFORMER).read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    entries = json.loads(content[8 : 8 + length])
+    change(entries)
+    text = json.dumps(entries).encode()
+    (folder / TRANSFORMER).write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+
+  return rewrite
+
+
 BAD = {
   "image-to-video channels": (config("transformer", in_channels=36), "image-to-video"),
   "image-to-video projections": (config("transformer", added_kv_proj_dim=48), "image-to-video"),
@@ -204,6 +217,8 @@ BAD = {
   "truncated header": (truncate(TRANSFORMER, 100), "is truncated"),
   "empty weights": (truncate(TRANSFORMER, 0), "not a safetensors file"),
   "text for weights": (text(TRANSFORMER, "<html>404 not found</html>"), "not a safetensors file"),
+  "header without a type": (header(lambda h: h["proj_out.bias"].pop("dtype")), "not a safetensors file"),
+  "header of another length": (header(lambda h: h["proj_out.bias"].update(shape=[7])), "the file is damaged"),
   "missing name": (tensors(lambda t: t.pop("proj_out.bias")), "1 missing:\n  proj_out.bias"),
   "unexpected name": (tensors(image_keys), "1 unexpected:\n  blocks.0.attn2.add_k_proj.weight"),
   "wrong shape": (tensors(shrink), "1 wrongly shaped:\n  blocks.0.ffn.net.0.proj.weight"),
