@@ -14,6 +14,10 @@ import annotated_types as at
 import pydantic
 
 
+class RunError(RuntimeError):
+  """A run that failed for a reason its message tells in full: printed without a traceback, exit status 1."""
+
+
 class ConfigError(ValueError):
   """A wrong configuration or input. Commands print its message without a traceback and exit with status 2."""
 

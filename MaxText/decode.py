@@ -81,7 +81,7 @@ def main(argv: list[str]) -> None:
       if batch is batches[-1]:
         pipeline.experts.clear()  # the VAE may need the room
       for n, i in enumerate(batch):
-        with reporter.stage("vae"):
+        with reporter.stage("vae"), keeping_latents(reporter, config.latents_path or run.latents(i)):
           clips = {name: list(uint8_frames(pipeline, latents[n])) for name, latents in controls.items()}
           if clips:
             write_video(run.video(i, "dense"), clips["dense"], config.height, config.width, config.fps)
@@ -141,6 +141,17 @@ def uint8_frames(pipeline, latents_FHWC) -> Iterator[np.ndarray]:
   """Frames of one video as they will be written, [T, height, width, 3] at a time."""
   for frames_BTHW3 in pipeline.frames(latents_FHWC[None]):
     yield to_uint8(frames_BTHW3[0])
+
+
+@contextlib.contextmanager
+def keeping_latents(reporter: Reporter, path):
+  """Says where the finished latents are when their video could not be made."""
+  try:
+    yield
+  except BaseException:
+    reporter.warn(f"the video was not written, but its final latents are in {path}: latents_path={path}, or the same "
+                  "command with resume=true, makes it without denoising again")
+    raise
 
 
 @contextlib.contextmanager

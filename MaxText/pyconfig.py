@@ -23,7 +23,7 @@ import pydantic
 from MaxText import config_checks, config_reader, config_types
 from MaxText.config_help import help_text
 from MaxText.config_reader import COMMAND_LINE, ENVIRONMENT, Link, raise_all, variable_name
-from MaxText.config_types import ARCHITECTURE, GROUPS, ConfigError, Settings
+from MaxText.config_types import ARCHITECTURE, GROUPS, ConfigError, RunError, Settings
 
 if TYPE_CHECKING:
   from MaxText.checkpoints.folder import Folder
@@ -362,6 +362,9 @@ def run_main(main: Callable[[list[str]], None]) -> Callable[..., int]:
     except ConfigError as error:
       print(f"error: {error}", file=sys.stderr)
       return 2
+    except RunError as error:
+      print(f"error: {error}", file=sys.stderr)
+      return 1
     except KeyboardInterrupt:
       print("interrupted", file=sys.stderr)
       return 1

@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import time
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from MaxText import decode, pyconfig
 from MaxText.diffusion.pipeline import Request, VideoPipeline
@@ -147,6 +149,65 @@ def test_odd_but_legal(tmp_path, arguments):
   values = dict(a.split("=") for a in [*small(), *arguments])
   frames = read_video(folder / "video.mp4")
   assert frames.shape == (int(values["num_frames"]), int(values["height"]), int(values["width"]), 3)
+
+
+@pytest.mark.parametrize(
+  "component, weight, words",
+  [
+    ("text_encoder", "encoder.final_layer_norm.weight", ["text encoder", "NaN"]),
+    ("transformer", "proj_out.bias", ["denoising step 1 of 5", "NaN"]),
+    ("vae", "decoder.conv_in.bias", ["VAE", "frames 1 to 1", "latents_path="]),
+  ],
+)
+def test_nan_is_an_error_that_names_the_stage_and_nothing_is_written(tmp_path, capsys, component, weight, words):
+  folder = shutil.copytree(PIPELINES / "one_expert" / "pipe", tmp_path / "pipe")
+  changed = 0
+  for path in (folder / component).glob("*.safetensors"):
+    tensors = load_file(path)
+    if weight in tensors:
+      tensors[weight], changed = np.full_like(tensors[weight], np.nan), changed + 1
+      save_file(tensors, path)
+  assert changed == 1
+  arguments = [a for a in golden_arguments("one_expert") if not a.startswith("load_parameters_path")]
+  out = run(tmp_path, *arguments, f"load_parameters_path={folder}", "attention=dot_product", status=1)
+  message = capsys.readouterr().err
+  assert all(word in message for word in words) and "Traceback" not in message
+  assert not list(out.glob("*.mp4*")) and (out / "latents.npy").exists() == (component == "vae")
+
+
+def test_lora_is_merged_and_one_of_another_model_is_refused(tmp_path, capsys):
+  rng = np.random.default_rng(0)
+  down, up = rng.standard_normal((4, 48), np.float32), rng.standard_normal((48, 4), np.float32) * 0.1
+  save_file(
+    {
+      "diffusion_model.blocks.1.self_attn.q.lora_down.weight": down,
+      "diffusion_model.blocks.1.self_attn.q.lora_up.weight": up,
+      "diffusion_model.blocks.1.self_attn.q.alpha": np.array(2, np.float32),
+    },
+    tmp_path / "lora.safetensors",
+  )
+
+  def merge(tensors):
+    if "blocks.1.attn1.to_q.weight" in tensors:
+      tensors["blocks.1.attn1.to_q.weight"] += 0.5 * (2 / 4) * (up @ down)
+
+  arguments = [a for a in golden_arguments("one_expert") if not a.startswith("load_parameters_path")] + [
+    "save_latents=true"
+  ]
+  folder = shutil.copytree(PIPELINES / "one_expert" / "pipe", tmp_path / "pipe")
+  for path in (folder / "transformer").glob("*.safetensors"):
+    tensors = load_file(path)
+    merge(tensors)
+    save_file(tensors, path)
+  merged = run(tmp_path, *arguments, f"load_parameters_path={folder}", name="merged")
+  original = f"load_parameters_path={PIPELINES / 'one_expert' / 'pipe'}"
+  lora = run(tmp_path, *arguments, original, f"lora_path={tmp_path / 'lora.safetensors'}", "lora_weight=0.5", name="lora")
+  plain = np.load(PIPELINES / "one_expert" / "latents.npy")
+  expected, got = np.load(merged / "latents.npy"), np.load(lora / "latents.npy")
+  assert np.linalg.norm(got - expected) < 1e-5 * np.linalg.norm(expected) < 0.01 * np.linalg.norm(expected - plain)
+  save_file({"diffusion_model.blocks.9.self_attn.q.lora_down.weight": down}, tmp_path / "other.safetensors")
+  run(tmp_path, *arguments, original, f"lora_path={tmp_path / 'other.safetensors'}", name="other", status=2)
+  assert "blocks.9.self_attn.q" in capsys.readouterr().err and not (tmp_path / "other").exists()
 
 
 @pytest.mark.slow
