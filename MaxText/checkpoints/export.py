@@ -77,7 +77,7 @@ def write_diffusers(folder: Folder, path: str, flow_shift: float, progress: Prog
   Args:
     folder: what to convert.
     path: a folder that does not exist.
-    flow_shift: what the scheduler gets if the folder asks for no shift.
+    flow_shift: what the scheduler gets; the configuration's, which is the folder's own unless the user gave another.
     progress: called with (component, bytes read, bytes in all).
   """
   os.makedirs(path)
@@ -168,7 +168,6 @@ def _configs(folder: Folder, flow_shift: float) -> dict[str, dict[str, Any]]:
     "scheduler": {
       "_class_name": "UniPCMultistepScheduler", "prediction_type": "flow_prediction", "use_flow_sigmas": True,
       "num_train_timesteps": 1000, "solver_order": 2, "solver_type": "bh2",
-      "flow_shift": flow_shift if folder.flow_shift is None else folder.flow_shift,
     },
     "transformer": transformer,
     "vae": {
@@ -188,6 +187,7 @@ def _configs(folder: Folder, flow_shift: float) -> dict[str, dict[str, Any]]:
     },
   }
   configs = {part: config | dict(folder.configs.get(part, {})) for part, config in made.items()}
+  configs["scheduler"]["shift" if "shift" in configs["scheduler"] else "flow_shift"] = flow_shift
   if folder.num_experts == 2:
     configs["transformer_2"] = configs["transformer"]
   return configs

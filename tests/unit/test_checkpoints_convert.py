@@ -64,6 +64,12 @@ def test_there_and_back_is_bit_equal(source, checkpoint, tmp_path):
     assert (back / "tokenizer" / file.name).read_bytes() == file.read_bytes()
 
 
+def test_a_given_shift_is_written(checkpoint, tmp_path):
+  keys = ("convert_to=diffusers", "flow_shift=7")
+  assert convert(f"load_parameters_path={checkpoint}", f"converted_path={tmp_path}/new", *keys) == 0
+  assert open_folder(f"{tmp_path}/new").flow_shift == 7.0
+
+
 def test_our_checkpoint_opens_like_its_source(source, checkpoint):
   ours, theirs = open_folder(str(checkpoint)), open_folder(str(source))
   assert ours.format == "orbax" and ours.components == theirs.components
