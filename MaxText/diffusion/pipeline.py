@@ -39,9 +39,10 @@ from flax import nnx
 from MaxText.attention import Attention, make_attention
 from MaxText.attention.svg import SvgAttention
 from MaxText.attention.svg import schedule as svg_schedule
-from MaxText.attention.ulysses import Ulysses
+from MaxText.attention.ulysses import check_parallel, on_mesh
 from MaxText.checkpoints import export, lora
 from MaxText.checkpoints import folder as folder_lib
+from MaxText.config_types import RunError
 from MaxText.diffusion import flow_matching, solvers
 from MaxText.models.tokenizer import MAX_LENGTH, Tokenizer
 from MaxText.models.umt5 import Umt5Encoder, encode_prompts
@@ -56,7 +57,7 @@ STEPS_IN_FLIGHT = 2  # how many steps may be dispatched ahead; unbounded queues 
 PROMPTS_A_BATCH = 4  # texts encoded together
 
 
-class NotFiniteError(RuntimeError):
+class NotFiniteError(RunError):
   """NaN or infinity where a number was expected; the message names stage and step."""
 
 
@@ -209,7 +210,10 @@ class VideoPipeline:
     self.config = config
     self.reporter = reporter or Reporter("quiet")
     self.folder = config.folder
-    self.placement = sharding.Placement(mesh_lib.make_mesh(config), sharding.parse_rules(config.logical_axis_rules))
+    rules = sharding.parse_rules(config.logical_axis_rules)
+    self.placement = sharding.Placement(mesh_lib.make_mesh(config), rules)
+    # The VAE is small and streams one video at a time: one device decodes while the others hold the transformer.
+    self.vae_placement = sharding.Placement(mesh_lib.one_device(self.placement.mesh), rules)
     self.dtypes = {"dtype": jnp.dtype(config.dtype), "weight_dtype": jnp.dtype(config.weight_dtype)}
     self.solver = solvers.make_solver(config.solver, config.num_inference_steps, config.flow_shift)
     self.schedule = (
@@ -217,7 +221,8 @@ class VideoPipeline:
     )
     self.steps = plan_steps(config, self.solver, self.schedule)
     self.dense_kernel = make_attention(config, self.placement.mesh)
-    self.attention = self._on_every_device(self.dense_kernel)
+    self.attention = on_mesh(self.dense_kernel, self.placement)
+    self._check_mesh()
     self.loras = lora.open_loras(config.loras, config.wan(), config.num_experts)
     self.experts: dict[int, tuple[Any, Any]] = {}
     self.vae: WanVae | None = None
@@ -228,8 +233,26 @@ class VideoPipeline:
     if config.jax_cache_dir:
       jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(config.jax_cache_dir).expanduser()))
 
-  def _on_every_device(self, attention: Attention) -> Attention:
-    return attention if self.placement.mesh.size == 1 else Ulysses(attention, self.placement)
+  def _check_mesh(self) -> None:
+    """Refuses, before anything is loaded, what the mesh cannot share out; warns of devices that repeat work."""
+    config, placement = self.config, self.placement
+    if placement.mesh.size == 1:
+      return
+    check_parallel(
+      strategy=config.context_parallel_strategy,
+      num_heads=config.num_heads,
+      num_frames=config.num_frames,
+      height=config.height,
+      width=config.width,
+      placement=placement,
+    )
+    abstract = nnx.state(nnx.eval_shape(self._make_expert))
+    sharding.check_sharded_enough(
+      sharding.sharded_abstract(abstract, placement), placement, config.sharding_tolerance
+    )
+    warning = sharding.repeated_work(placement, config.batch_size * (1 + any(step.guided for step in self.steps)))
+    if warning:
+      self.reporter.warn(warning)
 
   @functools.cache  # noqa: B019 - a pipeline lives as long as its command
   def svg_attention(self, half_width: int) -> SvgAttention:
@@ -261,14 +284,20 @@ class VideoPipeline:
 
   # --- models
 
-  def _load(self, component: str, make: Callable[[], nnx.Module]) -> nnx.Module:
+  def _make_expert(self) -> WanTransformer:
+    return WanTransformer(self.config.wan(), rngs=nnx.Rngs(0), **self.dtypes)
+
+  def _load(
+    self, component: str, make: Callable[[], nnx.Module], placement: sharding.Placement | None = None
+  ) -> nnx.Module:
     """Weights from the folder, or random ones, created straight in their shards."""
+    placement = placement or self.placement
     graphdef, abstract = nnx.split(nnx.eval_shape(make))
-    abstract = sharding.sharded_abstract(abstract, self.placement)
+    abstract = sharding.sharded_abstract(abstract, placement)
     if self.config.debug_sharding:
       self.reporter.info(f"{component}\n{sharding.debug_sharding(abstract)}")
     if self.folder is None:
-      return sharding.init_sharded(make, self.placement, seed=EXPERTS.index(component) if component in EXPERTS else 0)
+      return sharding.init_sharded(make, placement, seed=EXPERTS.index(component) if component in EXPERTS else 0)
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract)) / 2**30
     last = start = time.perf_counter()
 
@@ -295,14 +324,14 @@ class VideoPipeline:
   def load_expert(self, expert: int) -> tuple[Any, Any]:
     """(graphdef, weights) of the high-noise (0) or low-noise (1) transformer, loaded on first use."""
     if expert not in self.experts:
-      self.experts[expert] = nnx.split(
-        self._load(EXPERTS[expert], lambda: WanTransformer(self.config.wan(), rngs=nnx.Rngs(0), **self.dtypes))
-      )
+      self.experts[expert] = nnx.split(self._load(EXPERTS[expert], self._make_expert))
     return self.experts[expert]
 
   def load_vae(self) -> WanVae:
     if self.vae is None:
-      self.vae = self._load("vae", lambda: WanVae(self.config.vae(), rngs=nnx.Rngs(0), **self.dtypes))
+      self.vae = self._load(
+        "vae", lambda: WanVae(self.config.vae(), rngs=nnx.Rngs(0), **self.dtypes), self.vae_placement
+      )
     return self.vae
 
   # --- text
@@ -422,7 +451,7 @@ class VideoPipeline:
   def dense_control(self, other_tiles: bool = False) -> Attention:
     """The dense attention; with `other_tiles` the same mathematics in another order of summation."""
     other = dataclasses.replace(self.dense_kernel, block_q=256, block_kv=512)
-    return self._on_every_device(other if other_tiles else self.dense_kernel)
+    return on_mesh(other if other_tiles else self.dense_kernel, self.placement)
 
   def _text_keys_values(self, graphdef, weights, requests, embeddings, guided):
     text = [embeddings[request.prompt] for request in requests]
@@ -437,7 +466,7 @@ class VideoPipeline:
     One program for dense steps and one a density, whatever the routes, the layers and the expert: those are data.
     """
     sparse = self._is_sparse(step, control)
-    sparse_attention = self._on_every_device(self.svg_attention(step.sparse.half_width)) if sparse else None
+    sparse_attention = on_mesh(self.svg_attention(step.sparse.half_width), self.placement) if sparse else None
     attention = control or self.attention
     batch = arguments[1].sample.shape[0]
     key = (graphdef, step.guided, attention, sparse_attention, batch)
@@ -481,16 +510,16 @@ class VideoPipeline:
     if not np.isfinite(np.asarray(latents_BFHWC)).all():
       raise NotFiniteError("latents: NaN or infinity before the VAE; nothing was written")
     vae = self.load_vae()
+    latents_BFHWC = jax.device_put(np.asarray(latents_BFHWC), self.vae_placement.replicated)
     done = 0
-    with self._on_mesh():
-      for frames in decode_frames(
-        vae, jnp.asarray(latents_BFHWC), tile_size=self.config.vae_tile_size, tile_overlap=self.config.vae_tile_overlap
-      ):
-        frames = np.asarray(frames, np.float32)
-        if not np.isfinite(frames).all():
-          raise NotFiniteError(
-            f"VAE: NaN or infinity in frames {done + 1} to {done + frames.shape[1]}; nothing was written; "
-            "try dtype=float32"
-          )
-        done += frames.shape[1]
-        yield frames
+    for frames in decode_frames(
+      vae, latents_BFHWC, tile_size=self.config.vae_tile_size, tile_overlap=self.config.vae_tile_overlap
+    ):
+      frames = np.asarray(frames, np.float32)
+      if not np.isfinite(frames).all():
+        raise NotFiniteError(
+          f"VAE: NaN or infinity in frames {done + 1} to {done + frames.shape[1]}; nothing was written; "
+          "try dtype=float32"
+        )
+      done += frames.shape[1]
+      yield frames

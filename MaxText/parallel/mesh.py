@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
@@ -110,6 +111,12 @@ def make_mesh(config: Any, devs: Sequence[Any] | None = None) -> Mesh:
     array = mesh_utils.create_hybrid_device_mesh(
       ici_shape, dcn_shape, devs, process_is_granule=not hasattr(devs[0], "slice_index"), allow_split_physical_axes=True)
   return Mesh(array, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def one_device(mesh: Mesh) -> Mesh:
+  """Mesh of one device of this process, for what is too small to share out."""
+  local = next(device for device in mesh.devices.flat if device.process_index == jax.process_index())
+  return Mesh(np.array([local]).reshape((1,) * len(AXES)), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def describe(mesh: Mesh) -> str:
