@@ -85,8 +85,11 @@ def _dot(a: jax.Array, b: jax.Array, dims: tuple[int, int]) -> jax.Array:
 
 def _over_tiles(plan: TilePlan, step, tiles_J, unmasked, visited, carry):
   """Runs step(carry, key tile, masked) over a query tile's list: first the tiles kept whole, then those to be masked."""
-  carry = lax.fori_loop(0, unmasked, lambda n, c: step(c, tiles_J[n], False), carry)
-  return lax.fori_loop(unmasked, visited, lambda n, c: step(c, tiles_J[n], True), carry)
+  if plan.unmasked_KI.any():
+    carry = lax.fori_loop(0, unmasked, lambda n, c: step(c, tiles_J[n], False), carry)
+  if (plan.unmasked_KI < plan.visited_KI).any():
+    carry = lax.fori_loop(unmasked, visited, lambda n, c: step(c, tiles_J[n], True), carry)
+  return carry
 
 
 def _forward_head(plan: TilePlan, q_IcD, k_JtD, v_JtD, kind):
