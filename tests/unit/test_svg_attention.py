@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from MaxText.attention import dot_product_attention
-from MaxText.attention.svg import SvgAttention, routing, tile_plan, tiles
+from MaxText.attention.svg import SvgAttention, routing, routing_kernel, tile_plan, tiles
 from MaxText.attention.svg.masks import key_order, literal_mask, query_order
 from MaxText.attention.tiled import tiled_attention
 from tests.unit.test_attention import largest_array, output_and_gradients, plain, random_qkv
@@ -163,6 +163,22 @@ def test_routing_scores_the_mask_that_runs(svg):
   clear = np.abs(spatial - temporal) > 1e-6 * spatial
   assert clear.mean() > 0.9 and 0 < np.mean(got) < 1
   np.testing.assert_array_equal(np.asarray(got)[clear], (temporal < spatial)[clear])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_routing_kernel_decides_the_same(dtype, monkeypatch):
+  """The Pallas kernel in interpret mode against the XLA path, with a ragged last chunk."""
+  monkeypatch.setattr(routing_kernel, "CHUNK", 256)
+  svg = routing_svg(kernel="aligned", num_sampled_queries=40)
+  kinds = np.random.default_rng(4).integers(0, 2, (1, 6)).astype(bool)
+  q, k, v = (x.astype(dtype) for x in planted(kinds, 4, noise=2.0))
+
+  def errors(backend):
+    return jax.jit(lambda q, k, v: routing.errors(
+      q, k, v, *svg.masks(ROUTING_GRID), num_sampled_queries=40, kernel="aligned", block_q=48, block_kv=24, chunk=128,
+      backend=backend, interpret=True))(q, k, v)
+
+  np.testing.assert_allclose(errors("pallas"), errors("xla"), rtol=1e-4 if dtype == jnp.float32 else 2e-2)
 
 
 def test_routing_survives_masked_rows_that_weigh_nothing():

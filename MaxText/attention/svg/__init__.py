@@ -116,9 +116,9 @@ class SvgAttention:
       block_q, block_kv = self.blocks(grid, blocks)
       return routing.route(
         q_BSND, k_BSND, v_BSND, *self.masks(grid), num_sampled_queries=self.num_sampled_queries, kernel=self.kernel,
-        block_q=block_q, block_kv=block_kv, chunk=2 * blocks[1])
+        block_q=block_q, block_kv=block_kv, chunk=2 * blocks[1], backend=self.backend)
 
-    return per_platform(route, *map(lax.stop_gradient, (q_BSND, k_BSND, v_BSND)), num_heads=B * N)
+    return self._per_platform(route, *map(lax.stop_gradient, (q_BSND, k_BSND, v_BSND)), num_heads=B * N)
 
   def attend(self, q_BSND, k_BSND, v_BSND, grid: Grid, temporal_BN: jax.Array) -> jax.Array:
     """Sparse attention along given routes."""
@@ -149,26 +149,28 @@ class SvgAttention:
 
   def attend_laid_out(self, q_BSND, k_BSND, v_BSND, grid: Grid, temporal_BN) -> jax.Array:
     """Attention over the kept tiles, tokens in and out in the order that `lay_out` gives."""
-    if self.backend == "pallas":
-      return self._pallas(q_BSND, k_BSND, v_BSND, grid, temporal_BN)
 
     def attend(q_HSD, k_HSD, v_HSD, kind_H, blocks, heads_at_once):
-      plan = tile_plan(self.masks(grid), self.kernel, *self.blocks(grid, blocks))
+      if self.backend == "pallas":
+        from MaxText.attention import kernels  # see `blocks`
+        sparse = functools.partial(
+          kernels.svg_attention, mask=self.masks(grid)[0], kernel=self.kernel, chip=self.chip or None,
+          block_q=self.block_q, block_kv=self.block_kv)
+      else:
+        plan = tile_plan(self.masks(grid), self.kernel, *self.blocks(grid, blocks))
+        sparse = functools.partial(tiled_attention, plan=plan, heads_at_once=heads_at_once)
       if self.layout == "in_kernel":
-        return _permuted_inside(q_HSD, k_HSD, v_HSD, kind_H, plan, self.masks(grid))
-      return tiled_attention(q_HSD, k_HSD, v_HSD, kind_H, plan, heads_at_once)
+        return _permuted_inside(sparse, q_HSD, k_HSD, v_HSD, kind_H, self.masks(grid))
+      return sparse(q_HSD, k_HSD, v_HSD, kind_H)
 
     with jax.named_scope("svg_attend"):
       arrays = heads_first(q_BSND), heads_first(k_BSND), heads_first(v_BSND), temporal_BN.reshape(-1).astype(jnp.int32)
-      return tokens_first(per_platform(attend, *arrays, num_heads=temporal_BN.size), len(q_BSND))
+      return tokens_first(self._per_platform(attend, *arrays, num_heads=temporal_BN.size), len(q_BSND))
 
-  def _pallas(self, q_BSND, k_BSND, v_BSND, grid: Grid, temporal_BN) -> jax.Array:
-    from MaxText.attention import kernels  # see `blocks`
-    with jax.named_scope("svg_attend"):
-      out_HSD = kernels.svg_attention(
-        *map(heads_first, (q_BSND, k_BSND, v_BSND)), temporal_BN.reshape(-1), self.masks(grid)[0], self.kernel,
-        chip=self.chip or None, block_q=self.block_q, block_kv=self.block_kv)
-      return tokens_first(out_HSD, len(q_BSND))
+  def _per_platform(self, function, *arrays, num_heads: int) -> jax.Array:
+    if self.backend == "pallas":
+      return function(*arrays, blocks=ACCELERATOR_BLOCKS, heads_at_once=1)
+    return per_platform(function, *arrays, num_heads=num_heads)
 
 
 @functools.lru_cache(maxsize=64)
@@ -179,7 +181,7 @@ def tile_plan(masks: tuple[HeadMask, HeadMask], kernel: str, block_q: int, block
   return make_plan(tables, block_q, block_kv, sinks[0], np.stack(starts), np.stack(stops))
 
 
-def _permuted_inside(q_HSD, k_HSD, v_HSD, kind_H, plan: TilePlan, masks: tuple[HeadMask, HeadMask]) -> jax.Array:
+def _permuted_inside(sparse, q_HSD, k_HSD, v_HSD, kind_H, masks: tuple[HeadMask, HeadMask]) -> jax.Array:
   """Heads one after the other, each gathering its tokens into its own order and its outputs back out of it."""
   query_orders, key_orders = (
     jnp.asarray(np.stack([order(mask) for mask in masks]), jnp.int32) for order in (query_order, key_order))
@@ -187,7 +189,7 @@ def _permuted_inside(q_HSD, k_HSD, v_HSD, kind_H, plan: TilePlan, masks: tuple[H
   def head(args):
     q_SD, k_SD, v_SD, kind = args
     query_S, key_S = query_orders[kind], key_orders[kind]
-    out = tiled_attention(q_SD[query_S][None], k_SD[key_S][None], v_SD[key_S][None], kind[None], plan)[0]
+    out = sparse(q_SD[query_S][None], k_SD[key_S][None], v_SD[key_S][None], kind[None])[0]
     return jnp.zeros_like(out).at[query_S].set(out, unique_indices=True)
 
   return lax.map(head, (q_HSD, k_HSD, v_HSD, kind_H))

@@ -16,7 +16,8 @@ import numpy as np
 from jax import lax
 
 from MaxText.attention import Grid
-from MaxText.attention.svg.masks import HeadMask, query_order
+from MaxText.attention.dot_product import heads_first
+from MaxText.attention.svg.masks import HeadMask, key_order, query_order
 from MaxText.attention.svg.tiles import intervals
 
 # Fractional parts of multiples of these fill the unit square evenly (the R2 sequence, M. Roberts 2018).
@@ -48,20 +49,28 @@ def key_positions(token: jax.Array, mask: HeadMask) -> jax.Array:
   return jnp.where(frame < sunk, token, outside)
 
 
-def route(
+def route(*args, **kwargs) -> jax.Array:
+  """temporal_BN, bool: heads whose temporal mask has the smaller of `errors`. Ties are spatial. Arguments as `errors`."""
+  error_BN2 = errors(*args, **kwargs)
+  return error_BN2[..., 1] < error_BN2[..., 0]
+
+
+def errors(
   q_BSND: jax.Array, k_BSND: jax.Array, v_BSND: jax.Array, spatial: HeadMask, temporal: HeadMask, *,
-  num_sampled_queries: int, kernel: str, block_q: int, block_kv: int, chunk: int,
+  num_sampled_queries: int, kernel: str, block_q: int, block_kv: int, chunk: int, backend: str = "xla",
+  interpret: bool = False,
 ) -> jax.Array:
-  """Routes every head of every batch element.
+  """What each mask costs each head on the sampled rows.
 
   Args:
     q_BSND, k_BSND, v_BSND: frame-major.
     kernel, block_q, block_kv: what will run, hence which mask is scored.
-    chunk: keys at a time; the largest array is B·N·3R × chunk.
+    chunk: keys at a time on the XLA path; the largest array is B·N·3R × chunk.
+    backend: 'xla', or 'pallas' for the TPU kernel; interpret runs that one anywhere, slowly.
 
   Returns:
-    temporal_BN, bool: True where the temporal mask's output is nearer to dense attention's, in mean squared error over
-    (sampled rows, D), float32. Ties are spatial.
+    [B, N, 2] float32: mean squared error of the spatial and of the temporal mask's output to dense attention's, over
+    (sampled rows, D).
   """
   rows = sampled_rows(spatial.grid, num_sampled_queries)
   edges = [_sampled_intervals(mask, rows, kernel, block_q, block_kv) for mask in (spatial, temporal)]
@@ -73,9 +82,16 @@ def route(
       yield (key_t1 < sink) | ((key_t1 >= start_R) & (key_t1 < stop_R))
 
   with jax.named_scope("svg_route"):
-    out_BNDMR = _sampled_outputs(q_BSND[:, rows], k_BSND, v_BSND, keep, chunk)
-    error_BNM = jnp.square(out_BNDMR[:, :, :, 1:] - out_BNDMR[:, :, :, :1]).mean((2, 4))
-    return error_BNM[..., 1] < error_BNM[..., 0]
+    q_BRND = q_BSND[:, rows].astype(jnp.float32) * (math.log2(math.e) / math.sqrt(q_BSND.shape[-1]))
+    if backend == "pallas":
+      from MaxText.attention.svg import routing_kernel  # Pallas takes a while to import, and only a TPU needs it
+      position_S = np.argsort(key_order(temporal), kind="stable")
+      out_HMRD = routing_kernel.sampled_outputs(
+        *map(heads_first, (q_BRND, k_BSND, v_BSND)), position_S, tuple(edges), interpret=interpret)
+      out_BNMRD = out_HMRD.reshape(len(q_BSND), -1, *out_HMRD.shape[1:])
+    else:
+      out_BNMRD = jnp.moveaxis(_sampled_outputs(q_BRND, k_BSND, v_BSND, keep, chunk), 2, -1)
+    return jnp.square(out_BNMRD[:, :, 1:] - out_BNMRD[:, :, :1]).mean((3, 4))
 
 
 def _sampled_intervals(mask: HeadMask, rows: np.ndarray, kernel: str, block_q: int, block_kv: int):
@@ -87,13 +103,13 @@ def _sampled_intervals(mask: HeadMask, rows: np.ndarray, kernel: str, block_q: i
 def _sampled_outputs(q_BRND, k_BSND, v_BSND, keep, chunk: int) -> jax.Array:
   """Attention of the sampled rows without and under each mask in one pass over the keys, [B, N, D, M, R] float32.
 
+  q comes times log2(e) / sqrt(D). `keep(tokens)` gives each mask's [t, R].
   The three share scores and exponentials, which are relative to the row's largest score of all keys. A mask that keeps
   nothing above 2⁻¹²⁶ of that weight gives 0.
   """
   B, R, N, D = q_BRND.shape
   num_keys, M = k_BSND.shape[1], 3
   chunk = min(chunk, num_keys)
-  q_BRND = q_BRND.astype(jnp.float32) * (math.log2(math.e) / math.sqrt(D))
 
   def step(carry, first):
     max_BNR, sum_BNMR, out_BNDMR = carry
