@@ -1,6 +1,7 @@
 """decode on a mesh of eight fake devices gives what it gives on one: latents and routes, dense and sparse."""
 
 import json
+import pathlib
 
 import jax
 import numpy as np
@@ -86,6 +87,20 @@ def test_a_video_is_the_same_in_a_batch_of_three_on_a_mesh(tmp_path, alone, no_v
   expected = np.load(alone / "latents.npy")
   np.testing.assert_allclose(np.load(batch / "000.latents.npy"), expected, rtol=1e-5, atol=1e-5)
   assert np.abs(np.load(batch / "001.latents.npy") - expected).max() > 0.1
+
+
+@pytest.mark.devices(8)
+def test_weights_and_text_encoder_loaded_in_shards_equal_the_reference(tmp_path):
+  """A weights folder on the default mesh: every component is read straight into its shards."""
+  golden = pathlib.Path("tests/golden/pipelines/one_expert")
+  values = json.loads((golden / "args.json").read_text())
+  assert decode.main([
+    "configs/video.yml", "log_format=quiet", "attention=dot_product", "save_latents=true", "run_name=golden",
+    f"base_output_directory={tmp_path}", f"load_parameters_path={golden / 'pipe'}",
+    f"initial_noise_path={golden / 'noise.npy'}", *(f"{k}={v}" for k, v in values.items() if v is not None)]) == 0
+  latents, expected = np.load(tmp_path / "golden" / "latents.npy"), np.load(golden / "latents.npy")
+  assert np.linalg.norm(latents - expected) <= 1e-4 * np.linalg.norm(expected)
+  assert json.loads((tmp_path / "golden" / "run.json").read_text())["devices"]["mesh"]["fsdp"] == 8
 
 
 @pytest.mark.devices(8)
