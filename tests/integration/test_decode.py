@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -173,6 +174,41 @@ def test_nan_is_an_error_that_names_the_stage_and_nothing_is_written(tmp_path, c
   message = capsys.readouterr().err
   assert all(word in message for word in words) and "Traceback" not in message
   assert not list(out.glob("*.mp4*")) and (out / "latents.npy").exists() == (component == "vae")
+
+
+def test_routes_layers_and_prompts_never_recompile(tmp_path):
+  schedule = tmp_path / "schedule.yml"
+  schedule.write_text(
+    "num_steps: 6\nnum_layers: 2\nintervals:\n- {steps: [2, 4], layers: [1, 2], density: 0.9}\n"
+    "- {steps: [4, 6], layers: [0, 2], density: 0.3}\n"
+  )
+  arguments = [
+    a
+    for a in small("attention=svg", f"svg_schedule={schedule}", "svg_kernel=exact")
+    if not a.startswith(("num_", "height", "width"))
+  ]
+  config = pyconfig.initialize(
+    ["configs/video.yml", *FLOAT32, *arguments, "num_inference_steps=6", "height=128", "width=128", "num_frames=17"],
+    "decode",
+  )
+  pipeline = VideoPipeline(config)
+  text = pipeline.encode_prompts(["a ball", "a cat"])
+  weights = pipeline.load_expert(0)[1]
+  sharpness = weights["blocks"]["attn1"]["norm_q"]["scale"]
+  sharpness.set_value(8 * sharpness.get_value())  # random heads of flat attention would all be routed alike
+  routes = []
+  for prompt, seed in (("a ball", 0), ("a cat", 1)):
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+      lambda event, seconds, into=compiled, **_: (
+        into.append(event) if event.endswith("backend_compile_duration") else None
+      )
+    )
+    list(pipeline.denoise([Request(prompt, seed)], text))
+    routes.append(np.stack([r for r in pipeline.routes if r is not None]))
+  assert len(pipeline._programs) == 3, "one for dense steps, one for each of the two densities"
+  assert (routes[0] != routes[1]).any(), "the two prompts should be routed differently for this test to mean anything"
+  assert compiled == []
 
 
 def test_lora_is_merged_and_one_of_another_model_is_refused(tmp_path, capsys):
