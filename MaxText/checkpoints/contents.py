@@ -68,7 +68,7 @@ def read_json(path: str) -> dict[str, Any]:
       value = json.load(f)
   except FileNotFoundError:
     raise ValueError(f"{path} is missing") from None
-  except (OSError, ValueError) as e:  # bad JSON and bad UTF-8 are ValueErrors
+  except (OSError, ValueError, RecursionError) as e:  # bad JSON and bad UTF-8 are ValueErrors
     raise ValueError(f"{path} cannot be read as JSON ({e}); download it again") from e
   if not isinstance(value, dict):
     raise ValueError(f"{path} should hold a JSON object, it holds a {type(value).__name__}")

@@ -107,7 +107,7 @@ def _has(index: Mapping[str, Any], part: str) -> bool:
 
 
 def _check_pipeline(index: Mapping[str, Any], path: str):
-  pipeline = index.get("_class_name")
+  pipeline = str(index.get("_class_name"))
   if pipeline in _OTHER_PIPELINES:
     raise ValueError(f"{path} holds {_OTHER_PIPELINES[pipeline]} ({pipeline}); {contents.SUPPORTED}")
   if pipeline != "WanPipeline":
@@ -124,7 +124,8 @@ def _check_pipeline(index: Mapping[str, Any], path: str):
 def _component_config(path: str, component: str) -> dict[str, Any]:
   file = os.path.join(path, component, "config.json")
   config = read_json(file)
-  name = config.get("_class_name") or next(iter(config.get("architectures") or ()), None)
+  architectures = config.get("architectures")
+  name = config.get("_class_name") or (architectures[0] if isinstance(architectures, list) and architectures else None)
   if name not in (CLASSES[component], None):
     raise ValueError(f"{file} describes a {name}; a Wan text-to-video model has a {CLASSES[component]} there")
   return config

@@ -36,11 +36,11 @@ def open_folder(path: str) -> Folder:
     raise ValueError(f"{path} is a file; give the folder of the whole model")
   path = path.rstrip("/") or "/"
   if os.path.isfile(os.path.join(path, orbax_folder.DESCRIPTION)):
-    return orbax_folder.open_orbax(path)
+    return _readable(orbax_folder.open_orbax(path))
   if os.path.isfile(os.path.join(path, diffusers_folder.INDEX)):
-    return diffusers_folder.open_diffusers(path)
+    return _readable(diffusers_folder.open_diffusers(path))
   if original_folder.is_original(path):
-    return original_folder.open_original(path)
+    return _readable(original_folder.open_original(path))
   parent = os.path.dirname(os.path.abspath(path))
   if os.path.isfile(os.path.join(parent, diffusers_folder.INDEX)):
     raise ValueError(f"{path} is one part of a model; give the whole folder: {parent}")
@@ -48,6 +48,14 @@ def open_folder(path: str) -> Folder:
     f"{path} holds no Wan model: looked for {diffusers_folder.INDEX} (Diffusers), config.json or high_noise_model/ "
     f"(original release) and {orbax_folder.DESCRIPTION} (converted by convert_checkpoint)"
   )
+
+
+def _readable(folder: Folder) -> Folder:
+  """The folder; raises ValueError if its tokenizer cannot be used, which would show only after the text encoder loads."""
+  from MaxText.models.tokenizer import Tokenizer
+
+  Tokenizer(os.path.dirname(folder.tokenizer_path))
+  return folder
 
 
 def load(

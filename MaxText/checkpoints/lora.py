@@ -132,7 +132,11 @@ class _Match:
     """alpha / rank; a file without alpha is already scaled."""
     rank = max(roles["down"].shape[0], 1) if roles["down"].shape else 1
     if "alpha" in roles:
-      return float(tensor_files.read(roles["alpha"], dtype=np.float32).reshape(-1)[0]) / rank
+      alpha = tensor_files.read(roles["alpha"], dtype=np.float32).reshape(-1)
+      if alpha.size != 1 or not np.isfinite(alpha[0]):
+        self.misshapen.append(f"{roles['alpha'].name} {list(roles['alpha'].shape)}, where one number is expected")
+        return 1.0
+      return float(alpha[0]) / rank
     scale = self.adapter_scale(module, rank)
     return 1.0 if scale is None else scale
 
@@ -140,7 +144,7 @@ class _Match:
     num_out, num_in = row.shape[0], math.prod(row.shape[1:])
     rank = down.shape[0] if down.shape else 0
     # A convolution's kernel dimensions may be written out ([r, C, t, h, w] and [O, r, 1, 1, 1]).
-    fits = (len(row.shape) > 1 and up.shape[:2] == (num_out, rank) and math.prod(up.shape) == num_out * rank
+    fits = (len(row.shape) > 1 and rank > 0 and up.shape[:2] == (num_out, rank) and math.prod(up.shape) == num_out * rank
             and math.prod(down.shape) == rank * num_in)
     if fits:
       self.changes.append(Change(row, scale, down, up))
@@ -186,9 +190,11 @@ def _adapter_scale(metadata: Mapping[str, str]) -> Callable[[str, int], float | 
   try:
     record = json.loads(metadata.get(_METADATA, "{}"))
     record = {key.removeprefix("transformer."): value for key, value in record.items()}
-  except (ValueError, AttributeError) as e:
+    patterns = dict(record.get("alpha_pattern") or {})
+    if not all(isinstance(alpha, (int, float, type(None))) for alpha in (record.get("lora_alpha"), *patterns.values())):
+      raise ValueError("an alpha is no number")
+  except (ValueError, TypeError, AttributeError) as e:
     raise ValueError(f"the {_METADATA} of the LoRA file cannot be read ({e})") from e
-  patterns = record.get("alpha_pattern") or {}
 
   def scale(module: str, rank: int) -> float | None:
     alpha = next((v for p, v in patterns.items() if f".{module}".endswith(f".{p}")), record.get("lora_alpha"))

@@ -11,6 +11,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -68,20 +69,29 @@ def read_header(path: str) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     try:
       header = json.loads(f.read(length))
       metadata = header.pop("__metadata__", None) or {}
-      entries = {name: (e["dtype"], tuple(e["shape"]), *map(int, e["data_offsets"])) for name, e in header.items()}
-    except (ValueError, TypeError, KeyError, AttributeError) as e:
+      entries = {name: (e["dtype"], tuple(e["shape"]), *_offsets(e)) for name, e in header.items()}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
       raise ValueError(f"{path} is not a safetensors file: its header does not parse ({e}); download it again") from e
   expected = 8 + length + max((end for *_, end in entries.values()), default=0)
   if size < expected:
     raise ValueError(f"{path} is truncated: it has {size} bytes and its header promises {expected}; download it again")
-  stored = {}
-  for name, (code, shape, begin, end) in entries.items():
-    if code not in _DTYPES:
+  stored, last = {}, 0
+  for name, (code, shape, begin, end) in sorted(entries.items(), key=lambda entry: entry[1][2:]):
+    if begin != last or not all(type(n) is int and n >= 0 for n in shape):
+      raise ValueError(f"{path}: tensor {name} of shape {list(shape)} at {begin} does not follow the one that ends at "
+                       f"{last}; the file is damaged")
+    last = end
+    if not isinstance(code, str) or code not in _DTYPES:
       raise ValueError(f"{path}: tensor {name} is stored as {code}; supported are {', '.join(_DTYPES)}")
     stored[name] = StoredTensor(name, path, 8 + length + begin, _DTYPES[code], shape)
     if stored[name].nbytes != end - begin:
       raise ValueError(f"{path}: tensor {name} of shape {list(shape)} has {end - begin} bytes; the file is damaged")
   return stored, metadata
+
+
+def _offsets(entry: Mapping[str, Any]) -> tuple[int, int]:
+  begin, end = entry["data_offsets"]
+  return int(begin), int(end)
 
 
 def read(stored: StoredTensor, index: tuple[slice, ...] | None = None, dtype: np.dtype | None = None) -> np.ndarray:

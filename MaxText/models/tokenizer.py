@@ -114,6 +114,8 @@ def _special_tokens(path: str, pieces: sentencepiece.SentencePieceProcessor) -> 
     added = {token["content"]: int(i) for i, token in config.get("added_tokens_decoder", {}).items()}
     added |= {token["content"]: token["id"] for token in full.get("added_tokens", [])}
     num_sentinels = int(config.get("extra_ids", 100))
+    if not all(isinstance(content, str) and isinstance(i, int) and i >= 0 for content, i in added.items()):
+      raise TypeError("a token is no text, or its id no whole number")
   except (ValueError, TypeError, KeyError, AttributeError) as error:
     raise ValueError(f"the JSON files in {path} do not declare the special tokens as expected: {error!r}") from error
   return specials | (added or {f"<extra_id_{i}>": vocab_size + num_sentinels - 1 - i for i in range(num_sentinels)})

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from MaxText.config_types import ConfigError
 from MaxText.models import layers
 
 if TYPE_CHECKING:
@@ -213,11 +214,11 @@ def encode_prompts(encoder: Umt5Encoder, tokenizer: Tokenizer, prompts: Sequence
     encoder.dtype [len(prompts), tokenizer.max_length, E].
 
   Raises:
-    ValueError: a token id lies beyond the encoder's vocabulary.
+    ConfigError: a token id lies beyond the encoder's vocabulary.
   """
   tokens = tokenizer(prompts)
   if tokens.ids.max() >= encoder.config.vocab_size:
-    raise ValueError(
+    raise ConfigError(
       f"a prompt has token id {tokens.ids.max()}, but the text encoder has a vocabulary of {encoder.config.vocab_size}: "
       "the tokenizer belongs to another model"
     )

@@ -163,6 +163,10 @@ BAD = {
                     "20 of its weights have another shape"),
   "ranks differ": (lambda t: t | {"lora_unet_blocks_0_ffn_0.lora_up.weight": np.zeros((20, 4), np.float32)},
                    "[20, 4] @ [3, 12]"),
+  "empty alpha": (lambda t: t | {"lora_unet_blocks_0_ffn_0.alpha": np.zeros(0, np.float32)}, "one number is expected"),
+  "alpha that is NaN": (lambda t: t | {"lora_unet_blocks_0_ffn_0.alpha": np.float32(np.nan)[None]}, "one number"),
+  "rank of zero": (lambda t: {k: v[:0] if "down" in k else v[:, :0] if "up" in k else v for k, v in t.items()},
+                   "@ [0, 12]"),
   "no LoRA": (lambda t: {"blocks.0.ffn.0.weight": np.zeros((20, 12), np.float32)}, "match no weight"),
   "empty": (lambda t: {}, "it holds no weights"),
 }
@@ -176,3 +180,10 @@ def test_what_does_not_fit_is_listed_and_refused(case, tmp_path):
     lora.open_loras([(str(tmp_path / "a.safetensors"), 1.0, "both")], TINY, 1)
   assert words in str(error.value) and "a.safetensors" in str(error.value)
   assert len(str(error.value).splitlines()) < 30
+
+
+@pytest.mark.parametrize("record", ["{", "[]", "5", '{"lora_alpha": "4"}', '{"alpha_pattern": [1]}'])
+def test_a_record_that_cannot_be_read_is_refused(record, tmp_path):
+  save_file(golden("diffusion_model")[0], tmp_path / "a.safetensors", metadata={"lora_adapter_metadata": record})
+  with pytest.raises(ValueError, match="lora_adapter_metadata of the LoRA file cannot be read"):
+    lora.open_loras([(str(tmp_path / "a.safetensors"), 1.0, "both")], TINY, 1)
