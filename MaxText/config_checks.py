@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import pathlib
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -18,10 +17,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from MaxText import config_types
+from MaxText.config_reader import user_path
 
 if TYPE_CHECKING:
   from MaxText.pyconfig import Config
 
+MAX_SIDE = 16384  # pixels; libx264 opens no larger picture
+MIN_FPS, MAX_FPS = 0.001, 1000.0  # what video_io.write_video takes
 SVG_PRESETS = ("conservative", "moderate", "aggressive")
 
 
@@ -37,6 +39,8 @@ class Facts:
 def check(config: Config, command: str, user_keys: frozenset[str]) -> list[str]:
   """All problems of a config whose values are of the right type, in the order of the keys."""
   facts = Facts(config, command, user_keys)
+  if problems := list(_text(facts)):  # first, because the other checks open what these name
+    return problems
   checks: tuple[Callable[[Facts], Iterator[str]], ...] = (
       _architecture, _size, _experts, _svg, _dense, _mesh, _files, _loras, _output, _weights, _prompts)
   return [problem for one in checks for problem in one(facts)]
@@ -47,6 +51,16 @@ def _around(value: int, step: int, offset: int = 0) -> str:
   low = (value - offset) // step * step + offset
   valid = [v for v in (low, low + step) if v >= max(offset, 1)]
   return " or ".join(str(v) for v in valid)
+
+
+def _text(facts: Facts) -> Iterator[str]:
+  for key in config_types.KEYS:
+    value = getattr(facts.config, key)
+    for text in value if isinstance(value, tuple) else (value,):
+      if isinstance(text, str) and not _is_unicode(text):
+        yield f"{key}={text!r}: is not valid UTF-8 text"
+      elif isinstance(text, str) and "\0" in text and key not in config_types.FREE_TEXT:
+        yield f"{key}={text!r}: holds a NUL character"
 
 
 def _architecture(facts: Facts) -> Iterator[str]:
@@ -83,6 +97,10 @@ def _size(facts: Facts) -> Iterator[str]:
     if value % step:
       yield (f"{key}={value}: must be a multiple of {step} (VAE stride {pixel_step} × patch {patch}); "
              f"nearest valid: {_around(value, step)}")
+    elif value > MAX_SIDE:
+      yield f"{key}={value}: must be at most {MAX_SIDE}, the largest picture of an H.264 video"
+  if not MIN_FPS <= c.fps <= MAX_FPS:
+    yield f"fps={c.fps:g}: must be {MIN_FPS:g} to {MAX_FPS:g}, what video files can hold"
 
 
 def _experts(facts: Facts) -> Iterator[str]:
@@ -125,7 +143,7 @@ def _svg(facts: Facts) -> Iterator[str]:
   if c.svg_routing != "dynamic" and "svg_num_sampled_queries" in facts.user_keys:
     yield (f"svg_num_sampled_queries: would do nothing with svg_routing={c.svg_routing}; leave it out, or use "
            "svg_routing=dynamic")
-  if c.svg_schedule not in SVG_PRESETS and not pathlib.Path(c.svg_schedule).expanduser().is_file():
+  if c.svg_schedule not in SVG_PRESETS and not os.path.isfile(user_path(c.svg_schedule)):
     yield (f"svg_schedule={c.svg_schedule}: is neither {', '.join(SVG_PRESETS)} nor a file; "
            "a file of your own is YAML with step and layer intervals")
 
@@ -183,7 +201,7 @@ def _ulysses(c: Config, context: int, tensor: int) -> Iterator[str]:
 
 def _open_npy(key: str, path: str) -> np.ndarray | str:
   """A .npy file mapped into memory, or a problem. Pickles are not opened."""
-  file = pathlib.Path(path).expanduser()
+  file = user_path(path)
   try:
     with open(file, "rb") as opened:
       if opened.read(6) != b"\x93NUMPY":
@@ -218,6 +236,11 @@ def _files(facts: Facts) -> Iterator[str]:
       yield f"{key}={path}: holds NaN or infinite values"
   if c.initial_noise_path is not None and c.latents_path is not None:
     yield "initial_noise_path and latents_path are both set: saved latents are finished and need no noise; keep one"
+  if c.latents_path is not None and c.compare_dense:
+    yield "compare_dense=true: would denoise anew, and latents_path would do nothing; leave one of the two out"
+  if c.latents_path is not None and (c.prompts_file is not None or c.num_videos_per_prompt > 1):
+    yield ("latents_path holds one video, so prompts_file and num_videos_per_prompt would make copies of it; "
+           "leave them out")
   if c.initial_noise_path is not None and c.num_videos_per_prompt > 1:
     yield (f"num_videos_per_prompt={c.num_videos_per_prompt}: all would be the same video, because initial_noise_path "
            "fixes the noise; leave one of the two out")
@@ -227,7 +250,7 @@ def _loras(facts: Facts) -> Iterator[str]:
   c = facts.config
   paths = (c.lora_path,) if isinstance(c.lora_path, str) else c.lora_path or ()
   for path in paths:
-    if not pathlib.Path(path).expanduser().is_file():
+    if not os.path.isfile(user_path(path)):
       yield f"lora_path={path}: no such file"
   for key in ("lora_weight", "lora_expert"):
     value = getattr(c, key)
@@ -235,13 +258,15 @@ def _loras(facts: Facts) -> Iterator[str]:
       yield f"{key}: would do nothing without lora_path"
     if isinstance(value, tuple) and paths and len(value) != len(paths):
       yield f"{key}={list(value)}: has {len(value)} entries for {len(paths)} files; give one a file"
+  if paths and facts.command == "convert_checkpoint":
+    yield "lora_path: convert_checkpoint merges no LoRA, so it would do nothing; leave it out, and give it to decode"
   if paths and c.num_experts == 1 and c.lora_expert != "both":
     yield f"lora_expert={c.lora_expert}: this model has one expert; leave it out"
 
 
 def _folder_problem(path: str) -> str | None:
   """Why folders cannot be made under `path`, or None; tries it in the nearest existing one, and leaves nothing behind."""
-  place = pathlib.Path(path).expanduser().absolute()
+  place = user_path(path).absolute()
   try:
     while not place.exists():
       place = place.parent
@@ -260,7 +285,7 @@ def _output(facts: Facts) -> Iterator[str]:
            "give its folder")
   elif not c.base_output_directory:
     yield "base_output_directory is empty: give a folder, or . for the current one"
-  elif (problem := _folder_problem(c.base_output_directory)) is not None:
+  elif facts.command != "convert_checkpoint" and (problem := _folder_problem(c.base_output_directory)) is not None:
     yield f"base_output_directory={c.base_output_directory}: cannot be written ({problem})"
   name = c.run_name
   if name in (".", "..") or re.search(r"[/\\\x00-\x1f\x7f]", name) or len(os.fsencode(name)) > 200:
@@ -292,7 +317,7 @@ def read_prompts_file(path: str) -> tuple[str, ...]:
     ValueError: unreadable, not UTF-8, or without a prompt.
   """
   try:
-    text = pathlib.Path(path).expanduser().read_text(encoding="utf-8-sig")
+    text = user_path(path).read_text(encoding="utf-8-sig")
   except UnicodeDecodeError:
     raise ValueError(f"prompts_file={path}: is not UTF-8 text") from None
   except OSError as error:
@@ -312,9 +337,6 @@ def _prompts(facts: Facts) -> Iterator[str]:
       read_prompts_file(c.prompts_file)
     except ValueError as error:
       yield str(error)
-  for key, text in (("prompt", c.prompt), ("negative_prompt", c.negative_prompt)):
-    if text is not None and not _is_unicode(text):
-      yield f"{key}: is not valid UTF-8 text"
   given = c.prompt is not None or c.prompts_file is not None or c.latents_path is not None
   if facts.command == "decode" and not given and not c.dry_run:
     yield 'no prompt: give prompt="what the video shows", or prompts_file=FILE with one prompt a line'

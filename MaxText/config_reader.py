@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 import pathlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -66,6 +67,11 @@ def shown(path: pathlib.Path) -> str:
   """A path as messages show it: relative to the repository when it lies inside."""
   path = path.resolve()
   return str(path.relative_to(REPOSITORY)) if path.is_relative_to(REPOSITORY) else str(path)
+
+
+def user_path(path: str) -> pathlib.Path:
+  """A path as a user writes it, ~ expanded; where there is no such home, it stays as it is, as in a shell."""
+  return pathlib.Path(os.path.expanduser(path))
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
@@ -167,7 +173,7 @@ def find_config(path: str, beside: pathlib.Path | None = None) -> pathlib.Path:
   Raises:
     ConfigError: no such file; says where it was looked for and what there is.
   """
-  given = pathlib.Path(path).expanduser()
+  given = user_path(path)
   places = [given] if beside is None else [beside.parent / given, given]
   if not given.is_absolute():
     places += [REPOSITORY / given, CONFIGS / given]

@@ -176,6 +176,8 @@ def initialize(argv: Sequence[str], command: str = "decode", environ: Mapping[st
   config._folder = folder
   user_keys = frozenset(environment.values) | frozenset(arguments.values)
   raise_all(config_checks.check(config, command, user_keys))
+  if folder is not None and config.override_model_config:
+    _check_fits(config, folder)
   return config
 
 
@@ -233,7 +235,7 @@ def _resolve(files: list[Link], user: list[Link]) -> tuple[dict[str, Any], dict[
     from MaxText.checkpoints.folder import open_folder
 
     with input_errors(f"load_parameters_path={path}"):
-      folder = open_folder(str(pathlib.Path(path).expanduser()))
+      folder = open_folder(str(config_reader.user_path(path)))
     named = _lookup(user, "model_name")
     link = _folder_link(path, folder)
     model = _model_link(named) if named else _matching_model(base, link)
@@ -276,6 +278,33 @@ def _check_contradictions(authority: Sequence[Link], others: Sequence[Link], ove
   raise_all(problems)
 
 
+def _check_fits(config: Config, folder: Folder) -> None:
+  """Refuses overridden architecture keys under which a weight of the folder would need another shape.
+
+  Raises:
+    ConfigError: names the keys, their values and the folder's.
+  """
+  from MaxText.checkpoints import names
+
+  path = config.load_parameters_path
+  said = _folder_link(path, folder).values
+  parts = (("transformer", _WAN_FIELDS, config.wan(), folder.wan), ("vae", _VAE_FIELDS, config.vae(), folder.vae),
+           ("text_encoder", _UMT5_FIELDS, config.umt5(), folder.umt5))
+  problems = []
+  for component, fields, wanted, stored in parts:
+    changed = [key for key in fields if getattr(config, key) != said[key]]
+    if changed and _shapes(names, component, wanted) != _shapes(names, component, stored):
+      problems += [f"{key}={config_types.as_yaml(getattr(config, key))}: the weights in {path} fit only "
+                   f"{key}={config_types.as_yaml(said[key])}; leave it out" for key in changed]
+  if config.num_experts > folder.num_experts:
+    problems.append(f"num_experts={config.num_experts}: {path} holds only {folder.num_experts}; leave it out")
+  raise_all(problems)
+
+
+def _shapes(names: Any, component: str, architecture: Any) -> dict[str, tuple[int, ...]]:
+  return names.leaf_shapes(names.tensors(component, architecture))
+
+
 def _derive(values: dict[str, Any], sources: dict[str, str]) -> None:
   """Fills what follows from other keys: the size from saved latents, the one inferred mesh size, a fresh run name."""
   _take_latents_size(values, sources)
@@ -293,7 +322,7 @@ def _derive(values: dict[str, Any], sources: dict[str, str]) -> None:
 
 def _fresh_name(directory: str, stem: str) -> str:
   name = f"{stem}_{time.strftime('%Y%m%d-%H%M%S')}"
-  taken, number = pathlib.Path(directory).expanduser(), 1
+  taken, number = config_reader.user_path(directory), 1
   candidate = name
   while os.path.lexists(taken / candidate):
     number += 1

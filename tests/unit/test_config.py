@@ -191,6 +191,7 @@ BAD_VALUES = [
     (["num_frames=0"], ["num_frames=0", "at least 1"]),
     (["num_frames=17.0"], ["num_frames=17", "whole number"]),
     (["height=1080"], ["height=1080", "multiple of 16", "1072 or 1088"]),
+    (["height=16400"], ["height=16400", "at most 16384", "H.264"]),
     (["width=850"], ["width=850", "848 or 864"]),
     (["height=8"], ["height=8", "nearest valid: 16"]),
     (["height=-16"], ["height=-16", "at least 1"]),
@@ -203,6 +204,8 @@ BAD_VALUES = [
     (["seed=" + "9" * 5000], ["seed=", "whole number"]),
     (["fps=0"], ["fps=0", "above 0"]),
     (["fps=.nan"], ["fps=nan", "above 0"]),
+    (["fps=1e9"], ["fps=1e+09", "0.001 to 1000"]),
+    (["fps=1e-9"], ["fps=1e-09", "0.001 to 1000"]),
     (["fps=fast"], ["fps=fast", "a number"]),
     (["num_inference_steps=0"], ["num_inference_steps=0", "at least 1"]),
     (["guidance_scale=-1"], ["guidance_scale=-1", "at least 0"]),
@@ -274,6 +277,13 @@ BAD_VALUES = [
     (["initial_noise_path=/nowhere.npy"], ["initial_noise_path=/nowhere.npy", "No such file"]),
     (["latents_path=/nowhere.npy"], ["latents_path=/nowhere.npy", "No such file"]),
     (["prompts_file=/nowhere.txt"], ["prompts_file=/nowhere.txt", "No such file", "both set"]),
+    (["prompts_file=~nobody-of-this-name/x"], ["prompts_file=~nobody-of-this-name/x", "No such file"]),
+    (["latents_path=~nobody-of-this-name/x"], ["latents_path=~nobody-of-this-name/x", "No such file"]),
+    (["load_parameters_path=~nobody-of-this-name/x"], ["~nobody-of-this-name/x", "no such folder"]),
+    (["lora_path=" + "x" * 5000], ["lora_path=x", "no such file"]),
+    (["run_name=\udcff"], ["run_name", "UTF-8"]),
+    (["base_output_directory=\ud800"], ["base_output_directory", "UTF-8"]),
+    (["base_output_directory=a\0b"], ["base_output_directory", "NUL"]),
     (["negative_prompt=\udcff"], ["negative_prompt", "UTF-8"]),
     (["model_name=wan2.1-t2v-13b"], ["model_name=wan2.1-t2v-13b", "did you mean wan2.1-t2v-1.3b", "wan-test"]),
     (["num_heads=8"],
@@ -420,6 +430,9 @@ def test_saved_latents_give_the_size(tmp_path, capsys):
   assert config.sources["height"] == f"latents {path}"
   status, message = run(["configs/video.yml", RANDOM, f"latents_path={path}", "height=64"], capsys)
   assert status == 2 and "[16, 3, 4, 6]" in message and "[16, 3, 8, 6]" in message
+  for arguments, word in ((["num_videos_per_prompt=2"], "copies"), (["attention=svg", "compare_dense=true"], "anew")):
+    status, message = run(["configs/video.yml", RANDOM, f"latents_path={path}", *arguments], capsys)
+    assert status == 2 and word in message
 
 
 def test_prompts_file(tmp_path, capsys):
@@ -509,7 +522,15 @@ def test_folder_contradicted(folder, arguments, words, capsys):
 
 
 def test_folder_overridden(folder):
-  assert from_folder("override_model_config=true", "num_layers=1").wan() == dataclasses.replace(folder.wan, num_layers=1)
+  overridden = from_folder("override_model_config=true", "norm_eps=1e-5").wan()
+  assert overridden == dataclasses.replace(folder.wan, eps=1e-5)
+
+
+def test_an_override_that_the_weights_cannot_take_is_refused(folder, capsys):
+  arguments = ["configs/video.yml", "load_parameters_path=/weights", "prompt=x", "override_model_config=true"]
+  status, message = run([*arguments, "num_layers=1", "norm_eps=1e-5", "num_experts=2", "boundary_ratio=0.5"], capsys)
+  assert status == 2 and "num_layers=1: the weights in /weights fit only num_layers=2" in message
+  assert "num_experts=2: /weights holds only 1" in message
 
 
 def test_broken_folder(folder, capsys):
