@@ -40,7 +40,7 @@ def main(argv: list[str]) -> None:
   requests = [
     Request(prompt, (config.seed + n) % 2**63) for prompt in prompts for n in range(config.num_videos_per_prompt)
   ]
-  run = RunFolder(config, len(requests), create=not config.dry_run)
+  run = RunFolder(config, requests, create=not config.dry_run)
   for line in report.describe(pipeline):
     reporter.info(line)
   if config.dry_run:

@@ -15,11 +15,13 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from MaxText import config_types
+from MaxText.config_reader import user_path
 from MaxText.config_types import ConfigError
 
 RUN_JSON = "run.json"
@@ -36,15 +38,15 @@ class RunFolder:
 
   Args:
     config: from `pyconfig.initialize`.
-    num_videos: how many videos the run makes.
+    requests: the videos that the run makes, each with `prompt` and `seed`, in the order of their files.
     create: False only looks (dry run).
   Raises:
     ConfigError: the folder holds output and resume is not set; or resume is set and the earlier run was another one.
   """
 
-  def __init__(self, config, num_videos: int, create: bool = True):
-    self.path = pathlib.Path(config.base_output_directory).expanduser() / config.run_name
-    self.num_videos = num_videos
+  def __init__(self, config, requests: Sequence[Any], create: bool = True):
+    self.path = user_path(config.base_output_directory) / config.run_name
+    self.requests, self.num_videos = requests, len(requests)
     self.earlier: dict[str, Any] = {}
     if self.path.is_dir() and any(self.path.iterdir()):
       if not config.resume:
@@ -70,12 +72,19 @@ class RunFolder:
   def _check_same_run(self, config) -> None:
     try:
       self.earlier = json.loads((self.path / RUN_JSON).read_text(encoding="utf-8"))
-      before = self.earlier["config"]
+      before = dict(self.earlier["config"])
+      videos = {video["file"]: (video["prompt"], video["seed"]) for video in self.earlier["videos"]}
     except FileNotFoundError:
-      return  # killed before anything was made
-    except (json.JSONDecodeError, KeyError) as error:
+      made = sorted(path.name for pattern in ("*.mp4", "*.npy") for path in self.path.glob(pattern))
+      if not made:
+        return  # killed before anything was made
       raise ConfigError(
-        f"resume=true: {self.path / RUN_JSON} cannot be read ({error}); choose another run_name"
+        f"resume=true: {self.path} holds {made[0]} but no {RUN_JSON}, so nothing says what it shows; choose another "
+        "run_name"
+      ) from None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+      raise ConfigError(
+        f"resume=true: {self.path / RUN_JSON} cannot be read ({error!r}); choose another run_name"
       ) from error
     now = json.loads(json.dumps(config.as_record()))
     changed = [
@@ -87,6 +96,13 @@ class RunFolder:
         f"resume=true: run {self.path.name} was made with another configuration ({listed}); use the same one, or "
         "another run_name"
       )
+    asked = {self.video(i).name: (request.prompt, request.seed) for i, request in enumerate(self.requests)}
+    for file, (prompt, seed) in videos.items():  # a prompts file may have grown since, but not changed
+      if asked.get(file) != (prompt, seed):
+        raise ConfigError(
+          f"resume=true: {file} of run {self.path.name} was of prompt {prompt!r} and seed {seed}, and no longer is; use "
+          "the same prompts, or another run_name"
+        )
 
   def _stem(self, index: int) -> str:
     return "video" if self.num_videos == 1 else f"{index:03d}"
@@ -130,4 +146,7 @@ def value_of(entry: Any) -> Any:
 
 def load_latents(path) -> np.ndarray:
   """Latents as files hold them, float32 [C, F, H, W], as the models take them: [F, H, W, C]."""
-  return np.load(path, allow_pickle=False).transpose(1, 2, 3, 0)
+  try:
+    return np.load(user_path(path), allow_pickle=False).transpose(1, 2, 3, 0)
+  except (ValueError, EOFError) as error:
+    raise ConfigError(f"{path}: is damaged ({error}); delete it, and its video starts over") from error

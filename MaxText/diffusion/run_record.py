@@ -106,12 +106,9 @@ class RunRecord:
     self.start = time.perf_counter()
     earlier = {video["file"]: video for video in run.earlier.get("videos", [])}
     self.videos = [
-      earlier.get(run.video(i).name)
-      or {
-        "file": run.video(i).name,
-        "prompt": request.prompt,
-        "seed": request.seed,
-        "status": "finished" if run.finished(i) else "missing",
+      {
+        **earlier.get(run.video(i).name, {"file": run.video(i).name, "prompt": request.prompt, "seed": request.seed}),
+        "status": "finished" if run.finished(i) else "missing",  # the file knows: run.json may be a video behind
       }
       for i, request in enumerate(requests)
     ]

@@ -117,6 +117,29 @@ def test_resume_makes_only_what_is_missing(tmp_path):
   assert {name for name in after if after[name] != before[name]} == {"001.mp4"}
 
 
+def test_resume_refuses_a_folder_that_shows_something_else(tmp_path, capsys):
+  prompts = tmp_path / "prompts.txt"
+  prompts.write_text("one\ntwo\n")
+  arguments = [a for a in small() if not a.startswith("prompt=")] + [f"prompts_file={prompts}", "resume=true"]
+  folder = run(tmp_path, *arguments)
+  prompts.write_text("one\nother\n")
+  run(tmp_path, *arguments, status=2)
+  assert "001.mp4" in capsys.readouterr().err
+  prompts.write_text("one\ntwo\nthree\n")  # only longer: the first two videos are still theirs
+  run(tmp_path, *arguments)
+  assert len(list(folder.glob("*.mp4"))) == 3
+  whole = (folder / "run.json").read_bytes()
+  for damaged in (b"\xff\xfe", b"[]", b'{"config": null}', b'{"config": {}, "videos": [5]}', whole[:-20], None):
+    (folder / "run.json").unlink() if damaged is None else (folder / "run.json").write_bytes(damaged)
+    run(tmp_path, *arguments, status=2)
+    assert "run.json" in capsys.readouterr().err
+  (folder / "run.json").write_bytes(whole)
+  (folder / "001.mp4").unlink()
+  (folder / "001.latents.npy").write_bytes(b"\x93NUMPY")
+  run(tmp_path, *arguments, status=2)
+  assert "001.latents.npy: is damaged" in capsys.readouterr().err
+
+
 def test_saved_latents_decode_again_to_the_same_video(tmp_path):
   first = run(tmp_path, *small("save_latents=true"), name="first")
   again = run(tmp_path, "init_random_weights=true", f"latents_path={first / 'latents.npy'}", name="again")
