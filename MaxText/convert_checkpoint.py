@@ -10,13 +10,14 @@ of the model.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sys
 import time
 
 from MaxText import pyconfig
-from MaxText.config_types import ConfigError
+from MaxText.config_types import ConfigError, RunError
 from MaxText.reporter import Reporter
 
 
@@ -29,14 +30,13 @@ def main(argv: list[str]) -> None:
 
   with pyconfig.input_errors(f"load_parameters_path={config.load_parameters_path}"):
     folder = open_folder(config.load_parameters_path)
-  output = os.path.abspath(os.path.expanduser(config.converted_path))
+  output = os.path.realpath(os.path.expanduser(config.converted_path))
   check_output(folder, output, config.convert_to)
 
-  partial = f"{output}.partial"  # left by a conversion that was killed: nobody else gives this name
-  shutil.rmtree(partial, ignore_errors=True)
+  partial = f"{output}.partial"
   start = time.perf_counter()
   report = progress_reporter(reporter)
-  with reporter.stage("convert"):
+  with reporter.stage("convert"), removed_on_failure(partial):
     if config.convert_to == "orbax":
       export.write_orbax(folder, partial, report)
     else:
@@ -61,8 +61,24 @@ def check_output(folder, output: str, convert_to: str):
     raise ConfigError(f"converted_path={output} lies inside load_parameters_path={folder.path}: name a folder outside it")
   try:
     os.makedirs(os.path.dirname(output), exist_ok=True)
+    if os.path.isdir(f"{output}.partial"):  # left by a conversion that was killed
+      shutil.rmtree(f"{output}.partial")
+    os.mkdir(f"{output}.partial")  # fails now, and not after the first part of the model, where nothing can be written
+    os.rmdir(f"{output}.partial")
   except OSError as error:
     raise ConfigError(f"converted_path={output} cannot be made: {error.strerror}") from error
+
+
+@contextlib.contextmanager
+def removed_on_failure(partial: str):
+  """Leaves nothing half-written; a disk that is full or fails is told in one message."""
+  try:
+    yield
+  except BaseException as error:
+    shutil.rmtree(partial, ignore_errors=True)
+    if isinstance(error, OSError) or "No space left on device" in str(error):  # the latter by Orbax, as a ValueError
+      raise RunError(f"{partial} could not be written, and was removed: {str(error)[-200:]}") from error
+    raise
 
 
 def progress_reporter(reporter: Reporter):

@@ -127,6 +127,8 @@ def test_nothing_is_overwritten(source, checkpoint, tmp_path, capsys):
   give = f"load_parameters_path={source}"
   assert "is not empty" in refusal(capsys, give, f"converted_path={tmp_path}/full")
   assert "is a file" in refusal(capsys, give, f"converted_path={tmp_path}/file")
+  assert "cannot be made" in refusal(capsys, give, "converted_path=/proc/nowhere")
+  assert "merges no LoRA" in refusal(capsys, give, f"converted_path={tmp_path}/new", f"lora_path={tmp_path}/file")
   assert "lies inside" in refusal(capsys, give, f"converted_path={source}/orbax")
   assert "converted_path is missing" in refusal(capsys, give)
   assert "load_parameters_path is missing" in refusal(capsys, f"converted_path={tmp_path}/new")
@@ -136,22 +138,29 @@ def test_nothing_is_overwritten(source, checkpoint, tmp_path, capsys):
   assert sorted(os.listdir(tmp_path)) == ["file", "full"] and os.listdir(tmp_path / "full") == ["precious.txt"]
 
 
-def test_a_killed_conversion_leaves_no_checkpoint(tmp_path, monkeypatch):
+def test_a_failed_conversion_leaves_nothing_and_one_after_a_kill_succeeds(tmp_path, monkeypatch, capsys):
   give = f"load_parameters_path={PIPELINES}/one_frame/pipe"
   saved = export.orbax_folder.save_component
 
   def fail(directory, arrays):
     if directory.endswith("vae"):
-      raise RuntimeError("killed")
+      raise error
     saved(directory, arrays)
 
   monkeypatch.setattr(export.orbax_folder, "save_component", fail)
-  with pytest.raises(RuntimeError):
+  error = ValueError("a bug")
+  with pytest.raises(ValueError, match="a bug"):
     convert(give, f"converted_path={tmp_path}/new")
-  assert os.listdir(tmp_path) == ["new.partial"]
+  assert not os.listdir(tmp_path)
+  error = OSError(28, "No space left on device")
+  assert convert(give, f"converted_path={tmp_path}/new") == 1
+  assert "No space left on device" in capsys.readouterr().err and not os.listdir(tmp_path)
   monkeypatch.undo()
-  assert convert(give, f"converted_path={tmp_path}/new") == 0
-  assert os.listdir(tmp_path) == ["new"] and open_folder(f"{tmp_path}/new").format == "orbax"
+  (tmp_path / "new.partial").mkdir()
+  (tmp_path / "new.partial" / "half").write_text("of a killed conversion")
+  (tmp_path / "link").symlink_to("new")
+  assert convert(give, f"converted_path={tmp_path}/link") == 0
+  assert sorted(os.listdir(tmp_path)) == ["link", "new"] and open_folder(f"{tmp_path}/new").format == "orbax"
 
 
 def edit(path, change):
