@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from MaxText import pyconfig
+from MaxText.config_types import RunError
 from MaxText.reporter import Reporter
 from MaxText.run_folder import RunFolder, load_latents
 from MaxText.video_io import to_uint8, write_video
@@ -148,9 +149,11 @@ def keeping_latents(reporter: Reporter, path):
   """Says where the finished latents are when their video could not be made."""
   try:
     yield
-  except BaseException:
+  except BaseException as error:
     reporter.warn(f"the video was not written, but its final latents are in {path}: latents_path={path}, or the same "
                   "command with resume=true, makes it without denoising again")
+    if isinstance(error, OSError):
+      raise RunError(f"the video could not be written: {error}") from error
     raise
 
 

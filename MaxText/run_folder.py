@@ -22,7 +22,7 @@ import numpy as np
 
 from MaxText import config_types
 from MaxText.config_reader import user_path
-from MaxText.config_types import ConfigError
+from MaxText.config_types import ConfigError, RunError
 
 RUN_JSON = "run.json"
 # Keys that may differ when a run is continued: they do not change what the videos show.
@@ -131,11 +131,15 @@ class RunFolder:
   def save_latents(self, path: pathlib.Path, latents_FHWC) -> pathlib.Path:
     """Writes latents as float32 [C, F, H, W] under a temporary name, then renames."""
     temporary = path.with_name(path.name + f".{os.getpid()}.tmp")
-    with open(temporary, "wb") as f:
-      np.save(f, np.asarray(latents_FHWC, np.float32).transpose(3, 0, 1, 2))
-      f.flush()
-      os.fsync(f.fileno())
-    os.replace(temporary, path)
+    try:
+      with open(temporary, "wb") as f:
+        np.save(f, np.asarray(latents_FHWC, np.float32).transpose(3, 0, 1, 2))
+        f.flush()
+        os.fsync(f.fileno())
+      os.replace(temporary, path)
+    except OSError as error:  # numpy's own says nothing of the disk
+      temporary.unlink(missing_ok=True)
+      raise RunError(f"{path} could not be written ({error}); is the disk full?") from error
     return path
 
 

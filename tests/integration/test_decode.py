@@ -140,6 +140,18 @@ def test_resume_refuses_a_folder_that_shows_something_else(tmp_path, capsys):
   assert "001.latents.npy: is damaged" in capsys.readouterr().err
 
 
+def test_a_full_disk_is_one_message_and_keeps_the_latents(tmp_path, capsys, monkeypatch):
+  def full(*args):
+    raise OSError(28, "No space left on device")
+
+  monkeypatch.setattr(decode, "write_video", full)
+  folder = run(tmp_path, *small(), status=1)
+  assert "No space left on device" in capsys.readouterr().err and (folder / "latents.npy").exists()
+  monkeypatch.setattr(np, "save", full)
+  folder = run(tmp_path, *small(), name="sooner", status=1)
+  assert "is the disk full?" in capsys.readouterr().err and os.listdir(folder) == ["run.json"]
+
+
 def test_saved_latents_decode_again_to_the_same_video(tmp_path):
   first = run(tmp_path, *small("save_latents=true"), name="first")
   again = run(tmp_path, "init_random_weights=true", f"latents_path={first / 'latents.npy'}", name="again")
