@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from MaxText.attention import dot_product_attention
-from MaxText.attention.svg import SvgAttention, routing, routing_kernel, tile_plan, tiles
-from MaxText.attention.svg.masks import key_order, literal_mask, query_order
+from MaxText.attention.svg import SvgAttention, layout, layout_kernel, routing, routing_kernel, tile_plan, tiles
+from MaxText.attention.svg.masks import HeadMask, key_order, literal_mask, query_order
 from MaxText.attention.tiled import tiled_attention
 from tests.unit.test_attention import largest_array, output_and_gradients, plain, random_qkv
 
@@ -113,6 +113,22 @@ def test_memory_at_720p_is_bounded(kernel):
   for function in (svg, jax.grad(lambda *args: svg(*args).sum(), (0, 1, 2))):
     jaxpr = jax.make_jaxpr(function, static_argnums=3)(*shapes, (21, 45, 80)).jaxpr
     assert largest_array(jaxpr) < 4 * S * 4 * 64
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_layout_kernel_moves_tokens_as_the_select_does(dtype, monkeypatch):
+  monkeypatch.setattr(layout_kernel, "BLOCK_BYTES", 16 * 3 * 128 * 4)
+  grid, flags = (3, 6, 8), np.array([True, False, True])
+  x = random_qkv(3, 144, 1, 1, 16)[0][:, :, 0].astype(dtype)
+  assert layout_kernel.block_width(3, 48) == 16
+  for sunk in (0, 1, 3):
+    temporal = layout.to_key_order(jnp.asarray(x), HeadMask(grid, 5, True, sunk), axis=1)
+    moved = layout_kernel.permute(jnp.asarray(x), flags, grid, sunk, interpret=True)
+    np.testing.assert_array_equal(moved, np.where(flags[:, None, None], temporal, x))
+  there = layout_kernel.permute(jnp.asarray(x), flags, grid, interpret=True)
+  np.testing.assert_array_equal(layout_kernel.permute(there, flags, grid, back=True, interpret=True), x)
+  with pytest.raises(ValueError, match="no aligned blocks of 49 positions"):
+    layout_kernel.permute(jnp.zeros((1, 147, 16)), flags[:1], (3, 7, 7))
 
 
 # --- routing

@@ -122,8 +122,28 @@ class SvgAttention:
 
   def attend(self, q_BSND, k_BSND, v_BSND, grid: Grid, temporal_BN: jax.Array) -> jax.Array:
     """Sparse attention along given routes."""
+    if self.backend == "pallas" and self.layout == "head_local":
+      from MaxText.attention.svg import layout_kernel  # see `blocks`
+      if layout_kernel.block_width(grid[0], grid[1] * grid[2]):
+        return self._attend_by_kernels(layout_kernel.permute, q_BSND, k_BSND, v_BSND, grid, temporal_BN)
     q, k, v = self.lay_out(q_BSND, k_BSND, v_BSND, grid, temporal_BN)
     return self.restore(self.attend_laid_out(q, k, v, grid, temporal_BN), grid, temporal_BN)
+
+  def _attend_by_kernels(self, permute, q_BSND, k_BSND, v_BSND, grid: Grid, temporal_BN) -> jax.Array:
+    """`attend` on a TPU, heads first throughout: permutations are kernels too, which move each byte once."""
+    temporal_H, sunk = temporal_BN.reshape(-1), self.masks(grid)[1].leading_frames
+    with jax.named_scope("svg_lay_out"):
+      q, k, v = (permute(heads_first(x), temporal_H, grid, s) for x, s in ((q_BSND, 0), (k_BSND, sunk), (v_BSND, sunk)))
+    with jax.named_scope("svg_attend"):
+      out_HSD = self._sparse_kernel(grid)(q, k, v, temporal_H)
+    with jax.named_scope("svg_restore"):
+      return tokens_first(permute(out_HSD, temporal_H, grid, back=True), len(q_BSND))
+
+  def _sparse_kernel(self, grid: Grid):
+    from MaxText.attention import kernels  # see `blocks`
+    return functools.partial(
+      kernels.svg_attention, mask=self.masks(grid)[0], kernel=self.kernel, chip=self.chip or None, block_q=self.block_q,
+      block_kv=self.block_kv)
 
   # The three parts of `attend`. A caller that permutes before an exchange between devices calls them one by one.
 
@@ -152,10 +172,7 @@ class SvgAttention:
 
     def attend(q_HSD, k_HSD, v_HSD, kind_H, blocks, heads_at_once):
       if self.backend == "pallas":
-        from MaxText.attention import kernels  # see `blocks`
-        sparse = functools.partial(
-          kernels.svg_attention, mask=self.masks(grid)[0], kernel=self.kernel, chip=self.chip or None,
-          block_q=self.block_q, block_kv=self.block_kv)
+        sparse = self._sparse_kernel(grid)
       else:
         plan = tile_plan(self.masks(grid), self.kernel, *self.blocks(grid, blocks))
         sparse = functools.partial(tiled_attention, plan=plan, heads_at_once=heads_at_once)

@@ -5,8 +5,8 @@ order: the sink frames as they are, then the other frames position-major. Every 
 run of keys (facts in masks.row_intervals).
 
 An order is a transposition of [F, P], so no index array is read. The select reads both orders and writes one: 3 passes
-over each of q, k, v and out, 12·B·S·N·D elements in all (2.3 GB at 75,600 tokens, 10 heads of 128, bfloat16). XLA fuses
-it with the transposition to heads-first order around it.
+over each of q, k, v and out, 12·B·S·N·D elements in all where XLA fuses the transposition into it, as on a CPU. On a TPU
+it does not, so temporal heads are permuted by a kernel there (layout_kernel.py).
 
 Legend: B batch, F frames, P tokens a frame, S = F·P, N heads, D head dim. Arrays are [B, S, N, D] unless `axis` says
 where else the tokens lie.
@@ -32,8 +32,8 @@ def to_frame_major(x: jax.Array, frames: int, axis: int = 1) -> jax.Array:
 
 def to_key_order(x: jax.Array, mask: HeadMask, axis: int = 1) -> jax.Array:
   """Tokens from frame-major order to the key order of a temporal head."""
-  frames, sunk = mask.grid[0], min(mask.sink_frames, mask.grid[0])
-  if not mask.sink_first:
+  frames, sunk = mask.grid[0], mask.leading_frames
+  if sunk == 0:
     return to_position_major(x, frames, axis)
   if sunk == frames:
     return x

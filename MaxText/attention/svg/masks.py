@@ -69,6 +69,11 @@ class HeadMask:
     """Whether keys lie in sink-first position-major order: a temporal head that keeps true first frames."""
     return self.temporal and self.sink == "frame" and self.sink_frames > 0
 
+  @property
+  def leading_frames(self) -> int:
+    """Frames that stay in front of the keys, frame-major."""
+    return min(self.sink_frames, self.grid[0]) if self.sink_first else 0
+
 
 def query_order(mask: HeadMask) -> np.ndarray:
   """Frame-major token index at each position of the head's query (and output) order, [S]."""
@@ -100,7 +105,7 @@ def row_intervals(mask: HeadMask) -> tuple[int, np.ndarray, np.ndarray]:
     # Position-major index x -> number of keys outside the sink frames with a smaller index. Where w is no multiple of F
     # the width of [start, stop) differs by one between rows, so edges cannot come from a constant half-width.
     frames = mask.grid[0]
-    sunk = min(mask.sink_frames, frames)
+    sunk = mask.leading_frames
     low, high = (sink + x // frames * (frames - sunk) + np.maximum(x % frames - sunk, 0) for x in (low, high))
   start = np.maximum(low, sink)
   stop = np.maximum(high, start)
@@ -114,7 +119,7 @@ def own_keys(mask: HeadMask) -> np.ndarray:
   row = np.arange(mask.num_tokens)
   if not mask.sink_first:
     return row
-  frames, sunk = mask.grid[0], min(mask.sink_frames, mask.grid[0])
+  frames, sunk = mask.grid[0], mask.leading_frames
   position, frame = row // frames, row % frames
   in_sink = frame * mask.frame_tokens + position
   return np.where(frame < sunk, in_sink, mask.num_sink + position * (frames - sunk) + frame - sunk)

@@ -44,7 +44,7 @@ def key_positions(token: jax.Array, mask: HeadMask) -> jax.Array:
   frame, position = token // mask.frame_tokens, token % mask.frame_tokens
   if not mask.sink_first:
     return position * mask.grid[0] + frame
-  sunk = min(mask.sink_frames, mask.grid[0])
+  sunk = mask.leading_frames
   outside = mask.num_sink + position * (mask.grid[0] - sunk) + frame - sunk
   return jnp.where(frame < sunk, token, outside)
 
@@ -82,14 +82,16 @@ def errors(
       yield (key_t1 < sink) | ((key_t1 >= start_R) & (key_t1 < stop_R))
 
   with jax.named_scope("svg_route"):
-    q_BRND = q_BSND[:, rows].astype(jnp.float32) * (math.log2(math.e) / math.sqrt(q_BSND.shape[-1]))
+    exponent = math.log2(math.e) / math.sqrt(q_BSND.shape[-1])
     if backend == "pallas":
       from MaxText.attention.svg import routing_kernel  # Pallas takes a while to import, and only a TPU needs it
       position_S = np.argsort(key_order(temporal), kind="stable")
-      out_HMRD = routing_kernel.sampled_outputs(
-        *map(heads_first, (q_BRND, k_BSND, v_BSND)), position_S, tuple(edges), interpret=interpret)
+      q_HSD, k_HSD, v_HSD = map(heads_first, (q_BSND, k_BSND, v_BSND))
+      q_HRD = q_HSD[:, rows].astype(jnp.float32) * exponent
+      out_HMRD = routing_kernel.sampled_outputs(q_HRD, k_HSD, v_HSD, position_S, tuple(edges), interpret=interpret)
       out_BNMRD = out_HMRD.reshape(len(q_BSND), -1, *out_HMRD.shape[1:])
     else:
+      q_BRND = q_BSND[:, rows].astype(jnp.float32) * exponent
       out_BNMRD = jnp.moveaxis(_sampled_outputs(q_BRND, k_BSND, v_BSND, keep, chunk), 2, -1)
     return jnp.square(out_BNMRD[:, :, 1:] - out_BNMRD[:, :, :1]).mean((3, 4))
 
