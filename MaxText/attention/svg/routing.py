@@ -87,7 +87,8 @@ def errors(
       from MaxText.attention.svg import routing_kernel  # Pallas takes a while to import, and only a TPU needs it
       position_S = np.argsort(key_order(temporal), kind="stable")
       q_HSD, k_HSD, v_HSD = map(heads_first, (q_BSND, k_BSND, v_BSND))
-      q_HRD = q_HSD[:, rows].astype(jnp.float32) * exponent
+      # Slices: for a gather XLA would first bring all of q into another layout.
+      q_HRD = jnp.concatenate([q_HSD[:, row : row + 1] for row in rows], axis=1).astype(jnp.float32) * exponent
       out_HMRD = routing_kernel.sampled_outputs(q_HRD, k_HSD, v_HSD, position_S, tuple(edges), interpret=interpret)
       out_BNMRD = out_HMRD.reshape(len(q_BSND), -1, *out_HMRD.shape[1:])
     else:

@@ -6,6 +6,8 @@ from typing import Any
 
 import yaml
 
+from MaxText.config_reader import user_path
+
 FOLDER = pathlib.Path(__file__).resolve().parents[3] / "configs" / "svg"
 INTERVAL_KEYS = ("steps", "layers", "density", "density_per_expert")
 FORM = "num_steps, num_layers, and intervals: a list of {steps: [start, end], layers: [start, end], density: 0.3}"
@@ -33,14 +35,15 @@ def read_schedule(name: str) -> tuple[int, int, list[Interval]]:
     ValueError: no such file, or not of the form that configs/svg/ shows.
   """
   preset = FOLDER / f"{name}.yml"
-  path = preset if preset.is_file() else pathlib.Path(name).expanduser()
+  path = preset if preset.is_file() else user_path(name)
   if not path.is_file():
     known = ", ".join(sorted(p.stem for p in FOLDER.glob("*.yml")))
     raise ValueError(f"svg_schedule={name}: no such preset or file. Presets are {known}; a path leads to a YAML file.")
   try:
-    content = yaml.safe_load(path.read_text())
-  except (yaml.YAMLError, UnicodeDecodeError) as error:
-    raise ValueError(f"svg_schedule={name}: is not YAML ({str(error).splitlines()[0]}). See {preset.parent}.") from error
+    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+  except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: no UTF-8, or no such date
+    raise ValueError(f"svg_schedule={name}: is not YAML ({str(error).splitlines()[0]}). "
+                     "See configs/svg/moderate.yml.") from error
 
   def refuse(problem: str):
     raise ValueError(f"svg_schedule={name}: {problem}. The file holds {FORM}; see configs/svg/moderate.yml.")
