@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from MaxText import pyconfig
+from MaxText.config_reader import user_path
 from MaxText.config_types import RunError
 from MaxText.reporter import Reporter
 from MaxText.run_folder import RunFolder, load_latents
@@ -54,9 +55,13 @@ def main(argv: list[str]) -> None:
   if len(todo) < len(requests):
     reporter.info(f"{len(requests) - len(todo)} of {len(requests)} videos are finished already")
 
-  with stop_signals():
+  for i in set(range(len(requests))) - set(todo):  # what a kill just after the video has left
+    run.clean(i, keep_latents=config.save_latents)
+
+  with record.ending(), stop_signals():
     # --- text, unless all latents exist (given by the user, or finished by an earlier run)
-    saved = {i: config.latents_path or run.latents(i) for i in todo if config.latents_path or run.latents(i).exists()}
+    given = user_path(config.latents_path) if config.latents_path else None
+    saved = {i: given or run.latents(i) for i in todo if given or run.latents(i).exists()}
     if config.compare_dense:  # the control needs the sparse run's seconds beside its own
       saved = {}
     fresh = [i for i in todo if i not in saved]
@@ -82,7 +87,7 @@ def main(argv: list[str]) -> None:
       if batch is batches[-1]:
         pipeline.experts.clear()  # the VAE may need the room
       for n, i in enumerate(batch):
-        with reporter.stage("vae"), keeping_latents(reporter, config.latents_path or run.latents(i)):
+        with reporter.stage("vae"), keeping_latents(reporter, given or run.latents(i)):
           clips = {name: list(uint8_frames(pipeline, latents[n])) for name, latents in controls.items()}
           if clips:
             write_video(run.video(i, "dense"), clips["dense"], config.height, config.width, config.fps)
@@ -92,7 +97,7 @@ def main(argv: list[str]) -> None:
         if controls:
           with reporter.stage("quality"):
             record.quality(i, {name: np.concatenate(clip) for name, clip in clips.items()})
-        run.clean(i, keep_latents=config.save_latents or config.latents_path is not None)
+        run.clean(i, keep_latents=config.save_latents or given is not None)
         record.video_done(i)
         reporter.info(f"wrote {run.video(i)}")
 
@@ -119,7 +124,6 @@ def denoise(pipeline, run: RunFolder, reporter: Reporter, record, batch, request
         f"{', '.join(map(str, paths))} (look at them with latents_path=…); run_name={run.path.name} resume=true starts "
         "over with this video and keeps the finished ones"
       )
-    record.write("interrupted")
     raise
   record.batch_done(batch)
   return np.asarray(latents_BFHWC)

@@ -2,10 +2,10 @@
 
   python end_to_end/svg_saves_on_cpu.py [key=value …]
 
-4 heads × 64, 4 layers, 256×256 pixels, 81 frames = 21×16×16 = 5,376 tokens, float32, random weights, no guidance, 12 steps
-of which the last 8 are sparse (density .35) in all layers. Each round denoises once dense and once sparse, in turn. The
-prediction is: sparse steps × sparse layers × seconds of one dense attention (timed alone, between the rounds) × (1 − share
-of tiles that run). Routing and layout are part of what is measured, not of what is predicted.
+4 heads × 64, 4 layers, 256×256 pixels, 81 frames = 21×16×16 = 5,376 tokens, float32, random weights, no guidance, 12
+steps of which the last 8 are sparse (density .35) in all layers. Each round denoises once dense and once sparse, in turn.
+The prediction: sparse steps × sparse layers × seconds of one dense attention (timed alone, between the rounds) × (1 −
+share of tiles that run). Routing and layout are part of what is measured, not of what is predicted.
 """
 
 import statistics
@@ -20,7 +20,8 @@ import jax  # isort: skip
 import numpy as np  # isort: skip
 
 ROUNDS = 2
-MODEL = ["num_heads=4", "head_dim=64", "ffn_dim=1024", "num_layers=4", "override_model_config=true", "init_random_weights=true"]
+MODEL = ["num_heads=4", "head_dim=64", "ffn_dim=1024", "num_layers=4", "override_model_config=true",
+         "init_random_weights=true"]
 VIDEO = ["height=256", "width=256", "num_frames=81", "num_inference_steps=12", "guidance_scale=1", "prompt=a ball"]
 SPARSE = ["attention=svg", "svg_density=0.35", "svg_start_step=4", "svg_end_step=12", "svg_start_layer=0"]
 
@@ -59,7 +60,8 @@ def main(argv):
   print(f"one dense attention {one:.3f} s; {sparse_layers} sparse layers, {executed:.2%} of the tiles run")
   for name, seconds in totals.items():
     print(f"denoising {name}: median {statistics.median(seconds):.2f} s of {', '.join(f'{s:.2f}' for s in seconds)}")
-  print(f"saved {dense - sparse:.2f} s, predicted {predicted:.2f} s: {(dense - sparse) / predicted:.2f} of the prediction")
+  saved = dense - sparse
+  print(f"saved {saved:.2f} s, predicted {predicted:.2f} s: {saved / predicted:.2f} of the prediction")
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ from MaxText.attention.svg import schedule as svg_schedule
 from MaxText.attention.ulysses import check_parallel, on_mesh
 from MaxText.checkpoints import export, lora
 from MaxText.checkpoints import folder as folder_lib
+from MaxText.config_reader import user_path
 from MaxText.config_types import RunError
 from MaxText.diffusion import flow_matching, solvers
 from MaxText.models.tokenizer import MAX_LENGTH, Tokenizer
@@ -231,7 +232,7 @@ class VideoPipeline:
     self.compile_seconds = 0.0
     self._programs: dict[Any, Callable] = {}
     if config.jax_cache_dir:
-      jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(config.jax_cache_dir).expanduser()))
+      jax.config.update("jax_compilation_cache_dir", str(user_path(config.jax_cache_dir).absolute()))
 
   def _check_mesh(self) -> None:
     """Refuses, before anything is loaded, what the mesh cannot share out; warns of devices that repeat work."""
@@ -297,7 +298,8 @@ class VideoPipeline:
     if self.config.debug_sharding:
       self.reporter.info(f"{component}\n{sharding.debug_sharding(abstract)}")
     if self.folder is None:
-      return sharding.init_sharded(make, placement, seed=EXPERTS.index(component) if component in EXPERTS else 0)
+      module = sharding.init_sharded(make, placement, seed=EXPERTS.index(component) if component in EXPERTS else 0)
+      return nnx.merge(graphdef, self._with_loras(component, nnx.state(module)))
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract)) / 2**30
     last = start = time.perf_counter()
 
@@ -317,9 +319,10 @@ class VideoPipeline:
         last = now
 
     state = folder_lib.load(self.folder, component, abstract, progress)
-    if self.loras.get(component):
-      state = lora.merge(state, self.loras[component])
-    return nnx.merge(graphdef, state)
+    return nnx.merge(graphdef, self._with_loras(component, state))
+
+  def _with_loras(self, component: str, state: Any) -> Any:
+    return lora.merge(state, self.loras[component]) if self.loras.get(component) else state
 
   def load_expert(self, expert: int) -> tuple[Any, Any]:
     """(graphdef, weights) of the high-noise (0) or low-noise (1) transformer, loaded on first use."""
@@ -378,7 +381,7 @@ class VideoPipeline:
     """float32 [B, F, H, W, C]; depends on each request's seed alone, or is read from `initial_noise_path`."""
     shape = (*self.config.latent_grid, self.config.in_channels)
     if self.config.initial_noise_path:
-      noise_CFHW = np.load(self.config.initial_noise_path, allow_pickle=False)
+      noise_CFHW = np.load(user_path(self.config.initial_noise_path), allow_pickle=False)
       return np.broadcast_to(noise_CFHW.transpose(1, 2, 3, 0), (len(requests), *shape))
     return np.stack([np.asarray(flow_matching.noise(request.seed, shape)) for request in requests])
 

@@ -5,6 +5,7 @@ Dimensions: L layers, H heads of all samples of a batch (guidance counts twice).
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import Any
 
@@ -113,6 +114,16 @@ class RunRecord:
       for i, request in enumerate(requests)
     ]
     self.batches: list[dict[str, Any]] = []
+
+  @contextlib.contextmanager
+  def ending(self):
+    """Within it an interruption or a failure is written down before it goes on."""
+    try:
+      yield
+    except BaseException as error:
+      with contextlib.suppress(OSError):  # a full disk must not hide the cause
+        self.write("interrupted" if isinstance(error, KeyboardInterrupt) else "failed")
+      raise
 
   def batch_done(self, indices) -> None:
     """Takes over the figures of the denoising that has just ended."""

@@ -246,6 +246,25 @@ def test_routes_layers_and_prompts_never_recompile(tmp_path):
   assert compiled == []
 
 
+def test_paths_with_a_tilde_and_random_weights_with_a_lora(tmp_path, monkeypatch):
+  monkeypatch.setenv("HOME", str(tmp_path))
+  np.save(tmp_path / "noise.npy", np.random.default_rng(0).standard_normal((16, 2, 4, 6)).astype(np.float32))
+  rng = np.random.default_rng(0)
+  prefix = "diffusion_model.blocks.1.self_attn.q"
+  save_file(
+    {
+      f"{prefix}.lora_down.weight": rng.standard_normal((4, 128), np.float32),
+      f"{prefix}.lora_up.weight": rng.standard_normal((128, 4), np.float32),
+    },
+    tmp_path / "lora.safetensors",
+  )
+  shared = small("initial_noise_path=~/noise.npy", "save_latents=true")
+  plain = np.load(run(tmp_path, *shared, name="plain") / "latents.npy")
+  changed = np.load(run(tmp_path, *shared, "lora_path=~/lora.safetensors", name="lora") / "latents.npy")
+  assert np.abs(plain - changed).max() > 1e-4
+  run(tmp_path, "init_random_weights=true", "latents_path=~/plain/latents.npy", name="again")
+
+
 def test_lora_is_merged_and_one_of_another_model_is_refused(tmp_path, capsys):
   rng = np.random.default_rng(0)
   down, up = rng.standard_normal((4, 48), np.float32), rng.standard_normal((48, 4), np.float32) * 0.1
