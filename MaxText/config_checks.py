@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from MaxText import config_types
+from MaxText.data_checks import check_data
+from MaxText.training_checks import check_training
 
 if TYPE_CHECKING:
   from MaxText.pyconfig import Config
@@ -38,7 +40,8 @@ def check(config: Config, command: str, user_keys: frozenset[str]) -> list[str]:
   """All problems of a config whose values are of the right type, in the order of the keys."""
   facts = Facts(config, command, user_keys)
   checks: tuple[Callable[[Facts], Iterator[str]], ...] = (
-      _architecture, _size, _experts, _svg, _dense, _mesh, _files, _loras, _output, _weights, _prompts)
+      _architecture, _size, _experts, _svg, _dense, _mesh, _files, _loras, _output, _weights, _prompts,
+      check_training, check_data)
   return [problem for one in checks for problem in one(facts)]
 
 
