@@ -21,4 +21,9 @@ def make_iterator(config, placement: Any, split: str = "train"):
     return synthetic.make_iterator(config, split)
   from MaxText.input_pipeline import grain_source
 
-  return grain_source.make_iterator(config, placement, split)
+  if config.dataset_type == "latents":
+    return grain_source.make_iterator(config, placement, split)
+  from MaxText.input_pipeline.encode import Encoders
+  from MaxText.input_pipeline.on_the_fly import encoding
+
+  return grain_source.make_iterator(config, placement, split, lambda: encoding(Encoders(config)))

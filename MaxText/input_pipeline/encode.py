@@ -22,7 +22,7 @@ from flax import nnx
 from MaxText.checkpoints import export
 from MaxText.checkpoints import folder as folder_lib
 from MaxText.models.tokenizer import MAX_LENGTH, Tokenizer
-from MaxText.models.umt5 import Umt5Encoder, encode_prompts
+from MaxText.models.umt5 import Umt5Encoder, encode_prompts, jitted_encode
 from MaxText.models.vae import WanVae, encode_video
 from MaxText.parallel import mesh as mesh_lib
 from MaxText.parallel import sharding
@@ -34,6 +34,8 @@ FINGERPRINTED = 2**16  # elements; larger tensors are left out of a fingerprint
 class Encoders:
   """The VAE and the text encoder of a configuration, both loaded. Random weights where no folder is given.
 
+  Of several processes each has encoders of its own, spread over its own devices: what one encodes is no other's business.
+
   Raises:
     ValueError: sizes that the mesh or the folder does not fit.
   """
@@ -42,7 +44,8 @@ class Encoders:
     self.config = config
     if config.jax_cache_dir:
       jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(config.jax_cache_dir).expanduser()))
-    self.placement = sharding.Placement(mesh_lib.make_mesh(config), sharding.parse_rules(config.logical_axis_rules))
+    mesh = mesh_lib.make_mesh(config) if jax.process_count() == 1 else _local_mesh()
+    self.placement = sharding.Placement(mesh, sharding.parse_rules(config.logical_axis_rules))
     dtypes = {"dtype": jnp.dtype(config.dtype), "weight_dtype": jnp.dtype(config.weight_dtype)}
     whole = sharding.Placement(self.placement.mesh, ((sharding.BATCH, self.placement.mesh_axes(sharding.BATCH)),))
     self._vae_placement = whole
@@ -94,11 +97,23 @@ class Encoders:
         embedded.update({text: value[:length] for text, value, length in zip(group, values, lengths, strict=False)})
     return embedded
 
+  def token_embeddings(self, ids_BT: np.ndarray, mask_BT: np.ndarray) -> np.ndarray:
+    """Token ids → float32 [B, T, E], zeros past each prompt."""
+    graph, state = nnx.split(self.text_encoder)
+    with self._on_mesh():
+      return np.asarray(jitted_encode(jax.default_backend())(graph, state, ids_BT, mask_BT), np.float32)
+
   def latents(self, video_BTHW3: np.ndarray) -> np.ndarray:
     """uint8 clips → normalised latents, float32 [B, F, H, W, C] on the host."""
     frames = _Frames(video_BTHW3, self._vae_placement)
     return np.asarray(encode_video(
       self.vae, frames, tile_size=self.config.vae_tile_size, tile_overlap=self.config.vae_tile_overlap), np.float32)
+
+
+def _local_mesh() -> jax.sharding.Mesh:
+  """All devices of this process, which share out samples and weights."""
+  devices = np.array(jax.local_devices()).reshape(1, -1, 1, 1)
+  return jax.sharding.Mesh(devices, mesh_lib.AXES, axis_types=(jax.sharding.AxisType.Auto,) * len(mesh_lib.AXES))
 
 
 class _Frames:

@@ -33,7 +33,9 @@ Batch = dict[str, np.ndarray]
 Reader = Callable[[int], Batch]  # number of a sample → the sample, without its batch dimension
 
 
-def make_iterator(config, placement: sharding.Placement, split: str = "train") -> grain.DatasetIterator:
+def make_iterator(
+  config, placement: sharding.Placement, split: str = "train", transform: Callable[[], Callable] | None = None
+) -> grain.DatasetIterator:
   """Endless batches of this process's rows: shuffled anew every pass for 'train', always in the same order for 'eval'.
 
   Yields, with B the rows of the global batch that this process's devices hold:
@@ -41,6 +43,11 @@ def make_iterator(config, placement: sharding.Placement, split: str = "train") -
       zero past the prompt.
     dataset_type=video: {"video": uint8 [B, T, H, W, 3], "ids": int32 [B, 512], "mask": bool [B, 512]}.
   Make global arrays of them with jax.make_array_from_process_local_data(placement.sharding(("batch", …), …), rows).
+
+  Args:
+    config, placement: of the run.
+    split: 'train' or 'eval'.
+    transform: makes a function that every batch passes through, once it is known that there is data.
 
   Returns:
     A Grain iterator; `get_state()` is a small dict for the checkpoint, `set_state(state)` goes on from there.
@@ -67,7 +74,8 @@ def make_iterator(config, placement: sharding.Placement, split: str = "train") -
   parts = [batches(count, read, salt) for salt, (count, read) in enumerate(sources)]
   dataset = grain.MapDataset.mix(parts, weights=[count for count, _ in sources]) if len(parts) > 1 else parts[0]
   workers = config.num_data_workers
-  return iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=workers, prefetch_buffer_size=2 * workers)))
+  stream = dataset.to_iter_dataset(grain.ReadOptions(num_threads=workers, prefetch_buffer_size=2 * workers))
+  return iter(stream if transform is None else stream.map(transform()))
 
 
 def process_rows(config, placement: sharding.Placement) -> np.ndarray:

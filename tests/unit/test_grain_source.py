@@ -5,9 +5,10 @@ import json
 import numpy as np
 import pytest
 
-from MaxText import pyconfig
+from MaxText import input_pipeline, pyconfig
 from MaxText.config_types import ConfigError
 from MaxText.input_pipeline import grain_source, records
+from MaxText.input_pipeline.encode import Encoders
 from MaxText.input_pipeline.records import Bucket, Dataset
 from MaxText.parallel import mesh as mesh_lib
 from MaxText.parallel import sharding
@@ -205,3 +206,21 @@ def test_raw_videos(tmp_path):
   state = iterator.get_state()
   again = next(iterator)
   np.testing.assert_array_equal(batches(config, 1, state=state)[0][0]["video"], again["video"])
+
+  # encoded on the fly, a batch is what its raw videos and captions give
+  encoded = input_pipeline.make_iterator(config, placement_of(config))
+  first = next(encoded)
+  encoders = Encoders(config)
+  np.testing.assert_allclose(first["latents"], encoders.latents(batch["video"]), rtol=1e-4, atol=1e-4)
+  assert first["text"].shape == (2, 512, 40)
+  for text, mask in zip(first["text"], batch["mask"], strict=True):
+    caption = "a ball " * ((mask.sum() - 1) // tokens_a_word(encoders))
+    expected = encoders.texts([caption])[caption]
+    np.testing.assert_allclose(text[:len(expected)], expected, rtol=1e-4, atol=1e-4)
+    assert (text[len(expected):] == 0).all()
+  assert encoded.get_state() and next(encoded)["latents"].shape == first["latents"].shape
+
+
+def tokens_a_word(encoders):
+  """Tokens of one "a ball" of the captions."""
+  return encoders.tokenizer(["a ball"]).mask.sum() - 1
