@@ -1,6 +1,11 @@
 """Batches of encoded shards and raw videos: order, state, sharding by process, and what is refused."""
 
 import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -224,3 +229,39 @@ def test_raw_videos(tmp_path):
 def tokens_a_word(encoders):
   """Tokens of one "a ball" of the captions."""
   return encoders.tokenizer(["a ball"]).mask.sum() - 1
+
+
+TWO_PROCESSES = """
+import json, sys
+import jax
+jax.distributed.initialize(f"localhost:{sys.argv[1]}", 2, int(sys.argv[2]))
+from MaxText import pyconfig
+from MaxText.input_pipeline import grain_source
+from MaxText.parallel import mesh, sharding
+config = pyconfig.initialize(sys.argv[3:], "train", {})
+placement = sharding.Placement(mesh.make_mesh(config), sharding.parse_rules(config.logical_axis_rules))
+iterator = grain_source.make_iterator(config, placement)
+for _ in range(6):
+  local = next(iterator)["latents"]
+  where = placement.sharding(("batch", None, None, None, None), (4, *local.shape[1:]))
+  whole = jax.make_array_from_process_local_data(where, local)
+  print(json.dumps([whole.shape[0], local[:, 0, 0, 0, 0].tolist()]), flush=True)
+"""
+
+
+def test_two_processes_share_a_batch(shards):
+  with socket.socket() as free:
+    free.bind(("localhost", 0))
+    port = free.getsockname()[1]
+  argv = ["configs/train_video.yml", "dataset_type=latents", f"dataset_path={shards}", "num_frames=5",
+          "size_buckets=[[32,48],[48,32]]", "global_batch_size=4"]
+  root = pathlib.Path(__file__).parent.parent.parent
+  environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(root)}
+  processes = [
+    subprocess.Popen([sys.executable, "-c", TWO_PROCESSES, str(port), str(i), *argv], cwd=root, env=environment,
+                     stdout=subprocess.PIPE, text=True) for i in range(2)]
+  outputs = [[json.loads(line) for line in process.communicate(timeout=240)[0].splitlines() if line.startswith("[")]
+             for process in processes]
+  together = [[*map(int, first[1]), *map(int, second[1])] for first, second in zip(*outputs, strict=True)]
+  assert together == [list(numbers(batch)[0]) for batch in batches(load(shards), 6)[0]]  # those of one process
+  assert all(len(rows) == 2 and size == 4 for output in outputs for size, rows in output)
