@@ -30,7 +30,8 @@ from MaxText.config_types import ConfigError
 SUFFIXES = frozenset(f".{end}" for end in "mp4 m4v mov mkv webm avi mpg mpeg ts wmv flv ogv gif".split())
 JSONL, CSV = "captions.jsonl", "captions.csv"
 NO_CAPTION = "has no caption"
-_TICK = Fraction(1, 1000)  # containers such as Matroska round times to milliseconds
+_TICK = Fraction(1, 200)  # containers round times: Matroska to milliseconds, GIF to hundredths of a second
+_NO_LENGTH = frozenset({"mpeg", "mpegts"})  # formats without a length; FFmpeg guesses one from the last packets
 _SWS = Interpolation.BICUBIC | Interpolation.ACCURATE_RND | Interpolation.FULL_CHR_H_INT
 
 
@@ -213,14 +214,20 @@ def probe(path: str) -> VideoFacts:
     if frame is None:
       raise UnusableVideo("holds no frame that can be decoded")
     height, width = _displayed_size(frame, stream)
-    if stream.duration is not None:
+    counted = _NO_LENGTH.intersection(container.format.name.split(","))
+    if stream.duration is not None and not counted:
       seconds = stream.duration * stream.time_base
-    elif container.duration is not None:
+    elif container.duration is not None and not counted:
       seconds = Fraction(container.duration, av.time_base)
-    else:  # such as a raw stream: count
-      container.seek(0)
-      seconds = sum(1 for packet in container.demux(stream) if packet.size) / (stream.guessed_rate or Fraction(25))
-    return VideoFacts(height, width, Fraction(seconds))
+    else:
+      seconds = None
+  return VideoFacts(height, width, _counted_seconds(path) if seconds is None else Fraction(seconds))
+
+
+def _counted_seconds(path: str) -> Fraction:
+  """Length by counting pictures; reads the whole file, without decoding it."""
+  with _opened(path) as (container, stream):
+    return sum(1 for packet in container.demux(stream) if packet.size) / Fraction(stream.guessed_rate or 25)
 
 
 def _displayed_size(frame: av.VideoFrame, stream: av.VideoStream) -> tuple[int, int]:
@@ -263,12 +270,23 @@ def read_clip(path: str, height: int, width: int, num_frames: int, fps: float, c
   Raises:
     UnusableVideo: damaged, or over before the clip is whole.
   """
+  shape = (num_frames, height, width, 3)
+  if clip:
+    try:
+      return _read(path, shape, fps, clip, seek=True)
+    except UnusableVideo:
+      pass  # files without an index (MPEG transport streams) may land behind the clip: read from the start
+  return _read(path, shape, fps, clip, seek=False)
+
+
+def _read(path: str, shape: tuple[int, int, int, int], fps: float, clip: int, seek: bool) -> np.ndarray:
+  num_frames, height, width, _ = shape
   rate = Fraction(fps).limit_denominator(1001)
-  out = np.empty((num_frames, height, width, 3), np.uint8)
+  out = np.empty(shape, np.uint8)
   with _opened(path) as (container, stream):
     begin = stream.start_time * stream.time_base if stream.start_time is not None else Fraction(0)
     first = clip * num_frames  # counted in frames of the result, from the video's start
-    if clip:
+    if seek:
       container.seek(int((begin + first / rate) / stream.time_base), stream=stream)
     done, shown, end = 0, None, Fraction(0)
 
@@ -285,6 +303,8 @@ def read_clip(path: str, height: int, width: int, num_frames: int, fps: float, c
       start = (frame.pts * stream.time_base - begin) if frame.pts is not None else index / (stream.guessed_rate or 25)
       if shown is not None:
         done = fill(start)
+      elif seek and start > first / rate + _TICK:
+        raise UnusableVideo("cannot be entered in the middle")
       if done == num_frames:
         return out
       length = frame.duration * stream.time_base if frame.duration else 1 / (stream.guessed_rate or Fraction(25))

@@ -137,3 +137,20 @@ def test_unusable_files(tmp_path):
     probe(str(tmp_path / "half.mp4"))
     read_clip(str(tmp_path / "half.mp4"), 64, 64, 40, 8)
   assert "12 frames at 8 fps, 13 are asked for" in video_files.too_short(Fraction(3, 2), 13, 8)
+
+
+@pytest.mark.parametrize("end, codec, rate", [
+  ("mkv", "libx264", 8), ("ts", "libx264", 8), ("avi", "mpeg4", 8), ("mpg", "mpeg2video", 25), ("webm", "libvpx-vp9", 8)])
+def test_containers(tmp_path, end, codec, rate):
+  path = str(tmp_path / f"a.{end}")
+  with av.open(path, "w") as container:
+    stream = container.add_stream(codec, rate=rate)
+    stream.height, stream.width, stream.pix_fmt = 32, 48, "yuv420p"
+    for n in range(24):
+      frame = av.VideoFrame.from_ndarray(np.full((32, 48, 3), 16 + LEVELS * n, np.uint8), format="rgb24")
+      frame.pts, frame.time_base = n, Fraction(1, rate)
+      container.mux(stream.encode(frame))
+    container.mux(stream.encode(None))
+  assert video_files.count_clips(probe(path).seconds, 6, rate) == 4
+  assert [numbers(read_clip(path, 32, 48, 6, rate, clip)) for clip in range(4)] == [
+    list(range(n, n + 6)) for n in (0, 6, 12, 18)]
