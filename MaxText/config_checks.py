@@ -18,6 +18,8 @@ import numpy as np
 
 from MaxText import config_types
 from MaxText.config_reader import user_path
+from MaxText.data_checks import check_data
+from MaxText.training_checks import check_training
 
 if TYPE_CHECKING:
   from MaxText.pyconfig import Config
@@ -42,7 +44,8 @@ def check(config: Config, command: str, user_keys: frozenset[str]) -> list[str]:
   if problems := list(_text(facts)):  # first, because the other checks open what these name
     return problems
   checks: tuple[Callable[[Facts], Iterator[str]], ...] = (
-      _architecture, _size, _experts, _svg, _dense, _mesh, _files, _loras, _output, _weights, _prompts)
+      _architecture, _size, _experts, _svg, _dense, _mesh, _files, _loras, _output, _weights, _prompts,
+      check_training, check_data)
   return [problem for one in checks for problem in one(facts)]
 
 

@@ -16,6 +16,22 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
          "configs/video.yml load_parameters_path=FOLDER prompts_file=prompts.txt attention=svg svg_schedule=conservative",
          'configs/video.yml init_random_weights=true num_frames=17 prompt="a test" dry_run=true'),
         ("run", "sampling", "attention", "memory", "mesh", "architecture")),
+    "train": (
+        "Fine-tunes a Wan model, or trains one from random weights.",
+        ("configs/train_video.yml load_parameters_path=FOLDER run_name=mine steps=2000 learning_rate=1e-5",
+         "configs/train_video.yml load_parameters_path=FOLDER run_name=mine lora_rank=32 learning_rate=1e-4",
+         "configs/train_video.yml dataset_type=synthetic steps=10"),
+        ("run", "training", "data", "sampling", "attention", "memory", "mesh", "architecture")),
+    "encode_dataset": (
+        "Encodes a folder of videos with captions into shards of latents and text embeddings, for training.",
+        ("configs/train_video.yml load_parameters_path=FOLDER video_directory=VIDEOS dataset_path=SHARDS height=480 width=832",
+         "configs/train_video.yml load_parameters_path=FOLDER video_directory=VIDEOS dataset_path=SHARDS "
+         "size_buckets=[[480,832],[832,480]] num_data_workers=8 batch_size=8"),
+        ("run", "data", "sampling", "memory", "mesh", "architecture")),
+    "train_tokenizer": (
+        "Learns a sentencepiece vocabulary from the captions of a folder of videos.",
+        ("configs/train_video.yml video_directory=VIDEOS tokenizer_path=tokenizer tokenizer_vocab_size=4000",),
+        ("run", "data")),
     "convert_checkpoint": (
         "Converts a Wan model to our Orbax checkpoint, or an Orbax checkpoint back to a Diffusers folder.",
         ("configs/video.yml load_parameters_path=FOLDER convert_to=orbax converted_path=CHECKPOINT",

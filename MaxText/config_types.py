@@ -28,6 +28,8 @@ GROUPS = {
     "attention": "the kind of attention, and Sparse VideoGen (svg_*)",
     "memory": "number formats, and what bounds memory",
     "mesh": "how devices share the work",
+    "training": "the loss, the optimizer, and what a training run writes (train only)",
+    "data": "videos, captions, and the dataset that is made of them",
     "conversion": "convert_checkpoint only",
     "architecture": "dimensions of the networks; set by the model file or the weights folder, not by hand",
 }
@@ -38,6 +40,8 @@ Positive = Annotated[float, at.Gt(0)]
 NonNegative = Annotated[float, at.Ge(0)]
 Density = Annotated[float, at.Gt(0), at.Le(1)]
 Fraction = Annotated[float, at.Gt(0), at.Lt(1)]
+Share = Annotated[float, at.Ge(0), at.Lt(1)]  # of a decay or a probability: 0 turns it off
+Part = Annotated[float, at.Ge(0), at.Le(1)]
 Seed = Annotated[int, at.Ge(0), at.Le(2**63 - 1)]
 AxisSize = Literal[-1] | Count
 FloatName = Literal["float32", "bfloat16"]
@@ -164,6 +168,62 @@ class Settings(pydantic.BaseModel):
   sharding_tolerance: NonNegative = _key("mesh", 0.02,
     "share of a device's weight bytes that may lie above a perfect split")
   debug_sharding: bool = _key("mesh", False, "print the sharding of every parameter")
+
+  # --- training
+  steps: Count = _key("training", 1000, "optimizer steps of the whole run, those before a restart included")
+  global_batch_size: Count = _key("training", 1, "samples of one optimizer step, over all devices")
+  gradient_accumulation_steps: Count = _key("training", 1, "parts that a batch is worked through in, one after the other")
+  learning_rate: Positive = _key("training", 1e-5, "highest learning rate")
+  learning_rate_schedule: Literal["constant", "cosine"] = _key("training", "constant", "what follows the warm-up")
+  warmup_steps: Index = _key("training", 0, "steps over which the learning rate rises from 0")
+  cosine_learning_rate_final_fraction: Part = _key("training", 0.1,
+    "learning rate at the last step of the cosine, as a part of the highest")
+  adam_b1: Share = _key("training", 0.9, "decay of AdamW's mean of the gradient")
+  adam_b2: Share = _key("training", 0.999, "decay of AdamW's mean of the squared gradient")
+  adam_eps: Positive = _key("training", 1e-8, "keeps AdamW's quotient finite")
+  adam_weight_decay: NonNegative = _key("training", 0.01, "weight decay of the matrices, times the learning rate")
+  gradient_clipping_threshold: NonNegative = _key("training", 1.0, "largest norm of the whole gradient; 0 turns it off")
+  ema_decay: Share = _key("training", 0.0, "decay of the averaged weights that are then sampled from; 0 keeps none")
+  timestep_sampling: Literal["uniform", "logit_normal"] = _key("training", "uniform",
+    "distribution of the noise levels, before flow_shift")
+  logit_normal_mean: float = _key("training", 0.0, "mean of the logit; above 0 trains more at high noise")
+  logit_normal_std: Positive = _key("training", 1.0, "deviation of the logit")
+  text_dropout: Share = _key("training", 0.1, "share of samples that are trained on the empty prompt, for guidance")
+  remat_policy: Literal["none", "minimal", "full"] = _key("training", "full",
+    "what the backward pass computes again: nothing, all but the matrix products, or whole blocks")
+  train_expert: Literal["high_noise", "low_noise"] | None = _key("training", None,
+    "the expert that is trained, at its own noise levels; for models with two")
+  lora_rank: Index = _key("training", 0, "trains adapters of this rank and keeps the weights; 0 trains all weights")
+  lora_alpha: Positive | None = _key("training", None,
+    "strength of the adapters is this over the rank; null takes the rank")
+  load_full_state_path: str | None = _key("training", None,
+    "a training checkpoint of another run to continue: weights, optimizer, step and data")
+  checkpoint_period: Index = _key("training", 500, "steps between checkpoints; 0 writes only the last")
+  checkpoint_step: Index | None = _key("training", None, "continue this run from this checkpoint, not from its latest")
+  max_checkpoints_to_keep: Count = _key("training", 2, "the newest checkpoints that are kept")
+  async_checkpointing: bool = _key("training", True, "write checkpoints while training goes on")
+  eval_interval: Index = _key("training", 0, "steps between evaluations; 0 makes none")
+  eval_steps: Count = _key("training", 1, "batches of an evaluation")
+  eval_buckets: Count = _key("training", 4, "equal parts of the noise levels whose losses are told apart")
+  write_metrics: bool = _key("training", True, "write metrics.jsonl, one line a step")
+  profiler: Literal["none", "xplane"] = _key("training", "none", "write a trace of some steps for XProf or TensorBoard")
+  skip_first_n_steps_for_profiler: Index = _key("training", 1, "steps of this start that pass before the trace begins")
+  profiler_steps: Count = _key("training", 3, "steps in the trace")
+
+  # --- data
+  dataset_type: Literal["synthetic", "latents", "video"] = _key("data", "synthetic",
+    "random latents, for tests and benchmarks; the shards of encode_dataset; or videos, encoded during training")
+  dataset_path: str | None = _key("data", None, "folder of shards: encode_dataset writes it, training reads it")
+  video_directory: str | None = _key("data", None, "folder of videos with captions")
+  size_buckets: tuple[tuple[Count, Count], ...] | None = _key("data", None,
+    "sizes [height, width] of clips, each video takes the nearest in aspect; null takes height and width")
+  clips_per_video: Count = _key("data", 1, "clips taken from a video at most, one after the other from its start")
+  eval_fraction: Share = _key("data", 0.0, "share of the videos that is kept for evaluation")
+  num_data_workers: Count = _key("data", 2, "threads that read shards and decode videos")
+  dataset_dtype: FloatName = _key("data", "float32", "what latents and text embeddings are stored in")
+  clips_per_shard: Count = _key("data", 64, "clips in one shard")
+  tokenizer_path: str | None = _key("data", None, "the folder that train_tokenizer writes spiece.model to")
+  tokenizer_vocab_size: Annotated[int, at.Ge(16)] = _key("data", 8000, "largest number of pieces that train_tokenizer learns")
 
   # --- conversion
   convert_to: Literal["orbax", "diffusers"] = _key("conversion", "orbax",

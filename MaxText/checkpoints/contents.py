@@ -30,7 +30,7 @@ class Folder:
 
   Attributes:
     path: the folder.
-    format: 'diffusers', 'original' or 'orbax'.
+    format: 'diffusers', 'original', 'orbax' or 'training' (one checkpoint of a training run).
     wan, vae, umt5: architectures. Both experts share `wan`.
     num_experts: 1, or 2 (Wan 2.2).
     boundary_ratio: timestep / 1000 at which the low-noise expert takes over; None for one expert.
@@ -38,6 +38,8 @@ class Folder:
     tokenizer_path: the sentencepiece model.
     stored: component -> table row -> where its numbers lie; empty for Orbax, which keeps its own index.
     configs: the folder's own JSON files for export: 'model_index', 'transformer', 'vae', 'text_encoder', 'scheduler'.
+    base, trained: of a training checkpoint: the folder that training started from, and the component that was trained;
+      the others are read from `base`.
   """
 
   path: str
@@ -51,6 +53,8 @@ class Folder:
   tokenizer_path: str
   stored: Mapping[str, Mapping[names.Tensor, StoredTensor]] = dataclasses.field(repr=False)
   configs: Mapping[str, Mapping[str, Any]] = dataclasses.field(repr=False)
+  base: Folder | None = None
+  trained: str | None = None
 
   @property
   def components(self) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from MaxText.checkpoints import diffusers_folder, names, orbax_folder, tensor_files
+from MaxText.checkpoints import diffusers_folder, names, orbax_folder, tensor_files, training_folder
 from MaxText.checkpoints.contents import Folder
 from MaxText.checkpoints.folder import load_leaves
 
@@ -29,6 +29,11 @@ Progress = Callable[[str, int, int], None]
 def stored_dtypes(folder: Folder, component: str) -> dict[str, np.dtype]:
   """Diffusers name -> type in which the folder holds each tensor."""
   rows = names.tensors(component, folder.architecture(component))
+  if folder.base is not None:
+    if component != folder.trained:
+      return stored_dtypes(folder.base, component)
+    leaves = training_folder.leaf_dtypes(folder)
+    return {row.name: leaves[row.path] for row in rows}
   if folder.format == "orbax":
     leaves, exceptions = orbax_folder.leaf_dtypes(folder, component), orbax_folder.stored_dtypes(folder, component)
     return {row.name: exceptions.get(row.name, leaves[row.path]) for row in rows}

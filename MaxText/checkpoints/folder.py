@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from MaxText.checkpoints import contents, diffusers_folder, names, orbax_folder, original_folder
+from MaxText.checkpoints import contents, diffusers_folder, names, orbax_folder, original_folder, training_folder
 from MaxText.checkpoints.contents import Folder
 
 if TYPE_CHECKING:
@@ -20,8 +20,9 @@ def open_folder(path: str) -> Folder:
   """Opens a folder of weights and checks it, without reading a weight.
 
   The format is recognised by the files: a Diffusers folder (model_index.json), the original release (config.json, or
-  high_noise_model/ and low_noise_model/), or our own checkpoint (maxtext_checkpoint.json). The architecture comes from
-  the folder's own config files; every name and shape, and the length of every file, is checked against it.
+  high_noise_model/ and low_noise_model/), our own checkpoint (maxtext_checkpoint.json), or one of a training run. The
+  architecture comes from the folder's own config files; every name and shape, and the length of every file, is checked
+  against it.
 
   Args:
     path: the folder; ~ is expanded.
@@ -39,8 +40,13 @@ def open_folder(path: str) -> Folder:
     return _readable(orbax_folder.open_orbax(path))
   if os.path.isfile(os.path.join(path, diffusers_folder.INDEX)):
     return _readable(diffusers_folder.open_diffusers(path))
+  if training_folder.is_training(path):
+    return training_folder.open_training(path, open_folder)
   if original_folder.is_original(path):
     return _readable(original_folder.open_original(path))
+  checkpoints = training_folder.runs_checkpoints(path)
+  if checkpoints:
+    raise ValueError(f"{path} belongs to a training run; give one of its checkpoints, the latest is {checkpoints[-1]}")
   parent = os.path.dirname(os.path.abspath(path))
   if os.path.isfile(os.path.join(parent, diffusers_folder.INDEX)):
     raise ValueError(f"{path} is one part of a model; give the whole folder: {parent}")
@@ -103,6 +109,10 @@ def load_leaves(
            for path, target in targets.items() if shapes.get(path) != tuple(target.shape)]
   if wrong:
     raise ValueError(contents.listed(f"the {component} to load differs from {folder.path}", wrong))
+  if folder.base is not None:
+    if component == folder.trained:
+      return training_folder.restore(folder, targets, progress)
+    return load_leaves(folder.base, component, targets, progress)
   if folder.format == "orbax":
     return orbax_folder.restore(folder, component, targets, progress)
   return loading.read_into(rows, folder.stored[component], targets, progress)

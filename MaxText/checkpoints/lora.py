@@ -203,6 +203,29 @@ def _adapter_scale(metadata: Mapping[str, str]) -> Callable[[str, int], float | 
   return scale
 
 
+def write_lora(path: str, wan: WanConfig, weights: Mapping[str, np.ndarray], scale: float):
+  """Writes adapters as a LoRA file with Diffusers' names, which also `open_loras` reads.
+
+  Args:
+    path: the file; it appears when it is whole.
+    weights: our names → arrays: "blocks.attn1.to_q.lora_A" [L, I, r] and "….lora_B" [L, r, O] float32.
+    scale: strength, alpha / r.
+  """
+  arrays, rank = {}, 0
+  for row in names.tensors("transformer", wan):
+    module = row.path.removesuffix(".kernel")
+    if row.layer is None or f"{module}.lora_A" not in weights or module == row.path:
+      continue
+    down, up = (np.ascontiguousarray(weights[f"{module}.lora_{half}"][row.layer].T) for half in "AB")
+    stem, rank = f"transformer.{row.name.removesuffix('.weight')}", down.shape[0]
+    arrays |= {f"{stem}.lora_A.weight": down, f"{stem}.lora_B.weight": up}
+  record = json.dumps({"transformer.r": rank, "transformer.lora_alpha": scale * rank})
+  entries = [(name, array.dtype, array.shape) for name, array in arrays.items()]
+  temporary = f"{path}.{os.getpid()}.tmp"
+  tensor_files.write_safetensors(temporary, entries, arrays.__getitem__, {"format": "pt", _METADATA: record})
+  os.replace(temporary, path)
+
+
 def merge(state: nnx.State, changes: Sequence[Change]) -> nnx.State:
   """Adds the changes to a transformer's weights.
 

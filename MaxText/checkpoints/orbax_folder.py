@@ -108,6 +108,17 @@ def restore(
   progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, jax.Array]:
   """Restores leaves of a component in the types and shardings of `targets`, whatever mesh wrote them."""
+  directory = os.path.join(os.path.abspath(folder.path), component)
+  return restore_leaves(directory, targets, leaf_dtypes(folder, component), progress)
+
+
+def restore_leaves(
+  directory: str,
+  targets: Mapping[str, jax.ShapeDtypeStruct],
+  stored: Mapping[str, np.dtype],
+  progress: Callable[[int, int], None] | None = None,
+) -> dict[str, jax.Array]:
+  """`restore` for an Orbax folder of dotted names; stored: the types that it holds them in."""
   import jax
   import orbax.checkpoint as ocp
 
@@ -120,14 +131,13 @@ def restore(
     for path, target in targets.items()
   }
   # As many bytes as either type takes: what is read is converted afterwards.
-  stored = leaf_dtypes(folder, component)
   largest = max(
     math.prod((target.sharding or default).shard_shape(target.shape)) * max(target.dtype.itemsize, stored[path].itemsize)
     for path, target in targets.items()
   )
   with _checkpointer(largest) as checkpointer:
     arrays = checkpointer.restore(
-      os.path.join(os.path.abspath(folder.path), component),
+      directory,
       args=ocp.args.PyTreeRestore(item=dict(targets), restore_args=restore_args, partial_restore=True),
     )
   if progress is not None:

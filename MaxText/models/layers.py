@@ -60,12 +60,15 @@ class ParamMaker:
     dtype: what the layers compute in.
     weight_dtype: what the weights are stored in; norms and modulation tables stay float32 (`float32=True`).
     stack: None, or the number of layers that share this declaration (a leading 'layers' axis).
+    lora_rank, lora_scale: rank and strength of the adapters that stacked linear layers get; rank 0: none.
   """
 
   rngs: nnx.Rngs
   dtype: Any = jnp.float32
   weight_dtype: Any = jnp.float32
   stack: int | None = None
+  lora_rank: int = 0
+  lora_scale: float = 1.0
 
   def stacked(self, num_layers: int) -> ParamMaker:
     return dataclasses.replace(self, stack=num_layers)
@@ -81,16 +84,24 @@ class ParamMaker:
 
 
 class Linear(nnx.Module):
-  """y = x @ kernel + bias, computed in `dtype`; kernel [E, O]."""
+  """y = x @ kernel + bias, computed in `dtype`; kernel [E, O]. With adapters also + scale · (x @ lora_A) @ lora_B."""
 
   def __init__(self, make: ParamMaker, num_in: int, num_out: int, axes=(None, None), *, bias: bool = True,
                init: Initializer | None = None, float32: bool = False):
     self.dtype = jnp.float32 if float32 else make.dtype
     self.kernel = make((num_in, num_out), axes, init or fan_in(num_in), float32=float32)
     self.bias = make((num_out,), (axes[1],), zeros, float32=float32) if bias else None
+    rank = make.lora_rank if make.stack is not None else 0
+    self.lora_scale = make.lora_scale
+    self.lora_A = make((num_in, rank), (axes[0], None), fan_in(num_in), float32=True) if rank else None
+    self.lora_B = make((rank, num_out), (None, axes[1]), zeros, float32=True) if rank else None
 
   def __call__(self, x):
-    y = jnp.dot(x.astype(self.dtype), self.kernel[...].astype(self.dtype))
+    x = x.astype(self.dtype)
+    y = jnp.dot(x, self.kernel[...].astype(self.dtype))
+    if self.lora_A is not None:
+      inner = jnp.dot(x, self.lora_A[...].astype(self.dtype))
+      y = y + self.lora_scale * jnp.dot(inner, self.lora_B[...].astype(self.dtype))
     return y if self.bias is None else y + self.bias[...].astype(self.dtype)
 
 

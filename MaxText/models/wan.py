@@ -27,6 +27,11 @@ from MaxText.parallel import sharding
 ROPE_THETA = 10_000.0
 TOKENS = (sharding.BATCH, sharding.TOKENS, None)  # logical names of x_BSE
 TEXT = (sharding.BATCH, None, sharding.HEADS, None)  # of the text's keys and values
+# What a block keeps for its backward pass: its input alone, or the products with weights too (not attention's).
+REMAT_POLICIES = {
+  "full": jax.checkpoint_policies.nothing_saveable,
+  "minimal": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,10 +230,12 @@ class WanTransformer(nnx.Module):
     cfg: the architecture.
     dtype: compute type. weight_dtype: storage type (norms, modulation tables and the time embedder stay float32).
     rngs: initialiser streams; under `nnx.eval_shape` nothing is allocated.
+    lora_rank, lora_scale: adapters of the blocks' linear layers, to be trained in place of their weights; rank 0: none.
   """
 
-  def __init__(self, cfg: WanConfig, *, dtype=jnp.float32, weight_dtype=jnp.float32, rngs: nnx.Rngs):
-    make = ParamMaker(rngs, dtype, weight_dtype)
+  def __init__(self, cfg: WanConfig, *, dtype=jnp.float32, weight_dtype=jnp.float32, rngs: nnx.Rngs, lora_rank: int = 0,
+               lora_scale: float = 1.0):
+    make = ParamMaker(rngs, dtype, weight_dtype, lora_rank=lora_rank, lora_scale=lora_scale)
     self.cfg, self.dtype = cfg, dtype
     self.patch_embedding = Linear(make, cfg.patch_volume * cfg.in_channels, cfg.width, (None, "embed"))
     self.condition_embedder = ConditionEmbedder(make, cfg)
@@ -253,7 +260,8 @@ class WanTransformer(nnx.Module):
     return jax.lax.scan(layer, None, stacked)[1]
 
   def __call__(self, latents_BFHWC, timestep_B, text_kv, *, attention: Attention = dot_product_attention,
-               sparse_attention=None, sparse_layers_L=None, cross_attention: Attention = dot_product_attention):
+               sparse_attention=None, sparse_layers_L=None, cross_attention: Attention = dot_product_attention,
+               remat: str = "none"):
     """Velocity of the latents at a timestep.
 
     Args:
@@ -263,6 +271,7 @@ class WanTransformer(nnx.Module):
       attention: dense self-attention.
       sparse_attention: None, or an attention with `with_routes(q, k, v, grid) -> (out, temporal_BN)`.
       sparse_layers_L: bool [L], traced: which layers use `sparse_attention` (needed with it).
+      remat: what a backward pass computes again, a key of `REMAT_POLICIES`, or 'none'.
     Returns:
       velocity [B, F, H, W, C_out] float32, and the routes temporal_LBN (bool; False where a layer was dense).
     """
@@ -292,6 +301,8 @@ class WanTransformer(nnx.Module):
 
     if sparse_layers_L is None:
       sparse_layers_L = jnp.zeros(cfg.num_layers, bool)
+    if remat != "none":
+      layer = jax.checkpoint(layer, policy=REMAT_POLICIES[remat], prevent_cse=False)  # a scan needs no barrier
     with jax.named_scope("blocks"):
       x_BSE, temporal_LBN = jax.lax.scan(layer, x_BSE, (stacked, text_kv, sparse_layers_L))
     with jax.named_scope("unembed"):

@@ -221,14 +221,19 @@ def init_sharded(make_module: Callable[[], nnx.Module], placement: Placement, se
   the array) nor on the other weights.
   """
   graphdef, abstract = nnx.split(nnx.eval_shape(make_module))
+  return nnx.merge(graphdef, init_state(abstract, placement, seed))
+
+
+def init_state(abstract_state: Any, placement: Placement, seed: int = 0) -> nnx.State:
+  """`init_sharded` for an abstract state, which may be a part of a module's."""
   leaves = []
-  for path, leaf in nnx.to_flat_state(abstract):
+  for path, leaf in nnx.to_flat_state(abstract_state):
     value, init = leaf.get_value(), leaf.get_metadata()["init"]
     sharding = placement.sharding(parameter_axes(leaf, len(value.shape)), value.shape)
     key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(".".join(map(str, path)).encode()))
     make = _weight_maker(value.shape, value.dtype, sharding, init.stddev == 0.0)
     leaves.append((path, leaf.replace(make(key, init.mean, init.stddev))))
-  return nnx.merge(graphdef, nnx.from_flat_state(leaves))
+  return nnx.from_flat_state(leaves)
 
 
 def _named_parameters(state: Any) -> list[tuple[str, Axes, Any]]:

@@ -546,7 +546,7 @@ def test_help(command, capsys):
   with pytest.raises(SystemExit) as stop:
     pyconfig.initialize(["configs/video.yml", "--help"], command, {})
   text = capsys.readouterr().out
-  assert stop.value.code == 0 and f"python -m MaxText.{command} configs/video.yml" in text
+  assert stop.value.code == 0 and f"python -m MaxText.{command} configs/" in text
   for group in COMMANDS[command][2]:
     for key in config_types.keys_of(group):
       assert f"  {key}=" in text and config_types.KEYS[key].description.split()[0] in text

@@ -1,0 +1,262 @@
+"""Fine-tunes a model: python -m MaxText.train configs/train_video.yml load_parameters_path=FOLDER run_name=mine
+
+Reads top to bottom: configuration → hosts → mesh → data → state by the load order → loop: batch, step, line,
+evaluation, checkpoint → last checkpoint. The step itself is MaxText/training/step.py, the load order
+MaxText/training/checkpointing.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from MaxText import pyconfig
+from MaxText.config_types import ConfigError, RunError
+from MaxText.reporter import Reporter
+
+
+@pyconfig.run_main
+def main(argv: list[str]) -> None:
+  config = pyconfig.initialize(argv, "train")
+  reporter = Reporter(config.log_format)
+  if config.log_format == "text":
+    config.print_config()
+  start_hosts()
+  import jax  # only once the configuration is right
+
+  from MaxText.input_pipeline import make_iterator
+  from MaxText.parallel import mesh as mesh_lib
+  from MaxText.parallel import sharding
+  from MaxText.training import checkpointing, metrics, state, step
+
+  # --- devices
+  if config.jax_cache_dir:
+    jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(config.jax_cache_dir).expanduser()))
+  with pyconfig.input_errors():
+    placement = sharding.Placement(mesh_lib.make_mesh(config), sharding.parse_rules(config.logical_axis_rules))
+    check_mesh(config, placement)
+  reporter.info(mesh_lib.describe(placement.mesh))
+
+  # --- data and state
+  template, optimizer = state.make_template(config, placement), state.make_optimizer(config)
+  if config.debug_sharding:
+    reporter.info(sharding.debug_sharding(template.abstract_state(template.variables)))
+  with pyconfig.input_errors():
+    sharding.check_sharded_enough(template.abstract_state(template.variables), placement, config.sharding_tolerance)
+    iterator = make_iterator(config, placement, "train")
+  checkpoints = checkpointing.Checkpoints(config, template)
+  with reporter.stage("load"):
+    start = checkpoints.start(optimizer, placement, iterator)
+    empty_text_TE = empty_text(config, placement)
+  train_state, kept = start.state, start.kept
+  completed = int(train_state.step)
+  reporter.info(f"step {completed} of {config.steps}: {start.origin}")
+  if completed >= config.steps:
+    reporter.info(f"nothing to do: steps={config.steps}")
+    return
+
+  # --- programs
+  recipe = step.make_recipe(config, placement)
+  reporter.info(f"attention: {recipe.attention.describe()}")
+  abstract = state.abstract_state(template, optimizer, placement, ema=config.ema_decay > 0)
+  train_step = step.jit_train_step(template, optimizer, recipe, abstract, placement)
+  eval_step = step.jit_eval_step(template, recipe, config.eval_buckets, placement)
+  main_process = jax.process_index() == 0
+  lines = metrics.MetricsFile(
+    checkpoints.run / "metrics.jsonl" if config.write_metrics and main_process else None, completed)
+  profile = Profile(config, checkpoints.run, completed)
+  schedule = state.learning_rate(config)
+
+  # --- loop
+  stopping = stop_requests()
+  with stopping as stop_asked, contextlib.closing(lines), contextlib.closing(profile), contextlib.closing(checkpoints):
+    last = time.perf_counter()
+    while completed < config.steps:
+      profile.before(completed)
+      with jax.set_mesh(placement.mesh):
+        batch = global_batch(next(iterator), placement)
+        train_state, values = train_step(train_state, kept, batch, empty_text_TE)
+      values = {key: float(value) for key, value in values.items()}  # waits for the step
+      completed += 1
+      now = time.perf_counter()
+      seconds, last = now - last, now
+      profile.after(completed)
+      if not checkpointing.finite(values):
+        raise RunError(
+          f"step {completed}: loss {values['loss']}, gradient norm {values['gradient_norm']}: not finite; nothing of "
+          "this step is kept. Continue from the last checkpoint with a lower learning_rate, or dtype=float32")
+      tflops = metrics.batch_flops(config, batch) / seconds / placement.mesh.size / 1e12
+      peak = metrics.PEAK_TFLOPS.get(placement.mesh.devices.flat[0].device_kind)
+      if main_process:
+        reporter.info(metrics.step_line(completed, seconds, tflops, values["loss"]))
+        lines.write(
+          step=completed, seconds=seconds, tflops_per_device=tflops, mfu=None if peak is None else tflops / peak,
+          learning_rate=float(schedule(completed - 1)), **values)
+
+      if config.eval_interval and (completed % config.eval_interval == 0 or completed == config.steps):
+        weights = train_state.weights if train_state.ema is None else train_state.ema
+        with jax.set_mesh(placement.mesh):
+          losses = evaluate(config, placement, eval_step, weights, kept)
+        if main_process:
+          buckets = ", ".join(f"{loss:.6f}" for loss in losses)
+          reporter.info(f"eval step: {completed}, loss: {sum(losses) / len(losses):.6f}, "
+                        f"by noise level {recipe.levels.low:g} to {recipe.levels.high:g}: {buckets}")
+          lines.write(step=completed, eval_loss=sum(losses) / len(losses), eval_loss_by_noise_level=losses)
+        last = time.perf_counter()
+
+      stop = stop_asked(completed)
+      if checkpoints.due(completed) or stop:
+        checkpoints.save(completed, train_state, iterator, start.base)
+        last = time.perf_counter()
+      if stop:
+        checkpoints.wait()
+        reporter.info(f"asked to stop: step {completed} of {config.steps} is saved; the same command continues")
+        return
+    checkpoints.wait()
+  reporter.info(f"finished: {checkpoints.directory / str(completed)}")
+
+
+def start_hosts() -> None:
+  """Joins the hosts of a job: where a coordinator is named (JAX_COORDINATOR_ADDRESS), or on a TPU slice of several."""
+  hosts = os.environ.get("TPU_WORKER_HOSTNAMES", "").count(",")
+  if not (hosts or os.environ.get("JAX_COORDINATOR_ADDRESS") or os.environ.get("MEGASCALE_COORDINATOR_ADDRESS")):
+    return
+  import jax
+
+  if not jax.distributed.is_initialized():
+    jax.distributed.initialize()
+
+
+def check_mesh(config, placement) -> None:
+  """Refuses a batch, heads or tokens that the mesh cannot share out.
+
+  Raises:
+    ValueError: names the key and what would fit.
+  """
+  import jax
+
+  from MaxText.attention.ulysses import check_parallel
+  from MaxText.parallel.sharding import BATCH
+
+  ways = 1
+  for axis in placement.mesh_axes(BATCH):
+    ways *= placement.mesh.shape[axis]
+  part = config.global_batch_size // config.gradient_accumulation_steps
+  if part % ways:
+    unit = ways * config.gradient_accumulation_steps
+    fits = sorted({max(unit, config.global_batch_size // unit * unit), -(-config.global_batch_size // unit) * unit})
+    raise ConfigError(
+      f"global_batch_size={config.global_batch_size}: its parts of {part} (gradient_accumulation_steps="
+      f"{config.gradient_accumulation_steps}) do not divide over the {ways} devices along data and fsdp; nearest: "
+      f"{' or '.join(map(str, fits))}, or spread devices over ici_context_parallelism")
+  if config.global_batch_size % jax.process_count():
+    raise ConfigError(f"global_batch_size={config.global_batch_size}: does not divide over {jax.process_count()} hosts")
+  if placement.mesh.size > 1:
+    check_parallel(
+      strategy=config.context_parallel_strategy, num_heads=config.num_heads, num_frames=config.num_frames,
+      height=config.height, width=config.width, placement=placement)
+
+
+def global_batch(local: dict[str, Any], placement) -> dict[str, Any]:
+  """This host's rows → global arrays, samples spread over data and fsdp."""
+  import jax
+
+  from MaxText.parallel.sharding import BATCH
+
+  def place(array):
+    rows = len(array) * jax.process_count()
+    where = placement.sharding((BATCH, *(None,) * (array.ndim - 1)), (rows, *array.shape[1:]))
+    return jax.make_array_from_process_local_data(where, array)
+
+  return {key: place(array) for key, array in local.items()}
+
+
+def empty_text(config, placement):
+  """Embedding [T, E] of the empty prompt, which decode's unconditional half reads too; zeros where no text is dropped."""
+  import jax
+  import numpy as np
+
+  value = np.zeros((1, config.text_dim), np.float32)
+  if config.text_dropout and config.dataset_type == "latents":
+    from MaxText.input_pipeline.records import open_dataset
+
+    with pyconfig.input_errors(f"dataset_path={config.dataset_path}"):
+      value = open_dataset(config.dataset_path).empty_text()
+  elif config.text_dropout and config.dataset_type == "video":
+    from MaxText.input_pipeline.encode import Encoders
+
+    value = Encoders(config).texts([""])[""]
+  return jax.device_put(np.asarray(value, np.float32), placement.replicated)
+
+
+def evaluate(config, placement, eval_step, weights, kept) -> list[float]:
+  """Mean loss over eval_steps batches, in each part of the noise levels."""
+  import numpy as np
+
+  from MaxText.input_pipeline import make_iterator
+
+  iterator = make_iterator(config, placement, "eval")
+  losses = [
+    np.asarray(eval_step(weights, kept, global_batch(next(iterator), placement), np.uint32(number)))
+    for number in range(config.eval_steps)
+  ]
+  return np.mean(losses, axis=0).tolist()
+
+
+class Profile:
+  """A trace of some steps in RUN/profile, for XProf; profiler=none does nothing."""
+
+  def __init__(self, config, run: pathlib.Path, completed: int):
+    self.first = completed + config.skip_first_n_steps_for_profiler if config.profiler == "xplane" else None
+    self.last = None if self.first is None else self.first + config.profiler_steps
+    self.directory, self.running = run / "profile", False
+
+  def before(self, completed: int) -> None:
+    if completed == self.first:
+      import jax
+
+      jax.profiler.start_trace(str(self.directory))
+      self.running = True
+
+  def after(self, completed: int) -> None:
+    if self.running and completed == self.last:
+      self.close()
+
+  def close(self) -> None:
+    if self.running:
+      import jax
+
+      jax.profiler.stop_trace()
+      self.running = False
+
+
+@contextlib.contextmanager
+def stop_requests() -> Iterator[Any]:
+  """Yields asked(step): whether SIGTERM has come. All hosts of a job get the same answer at the same step."""
+  import jax
+
+  if jax.process_count() > 1:  # JAX's own service watches for the signal, and agrees on a step
+    from jax.experimental import multihost_utils
+
+    yield multihost_utils.reached_preemption_sync_point
+    return
+  asked = threading.Event()
+  if threading.current_thread() is not threading.main_thread():
+    yield lambda step: False
+    return
+  previous = signal.signal(signal.SIGTERM, lambda number, frame: asked.set())
+  try:
+    yield lambda step: asked.is_set()
+  finally:
+    signal.signal(signal.SIGTERM, previous)
+
+
+if __name__ == "__main__":
+  sys.exit(main())

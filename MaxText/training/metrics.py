@@ -1,0 +1,74 @@
+"""What a training run says of each step: the line on the terminal, metrics.jsonl, and the arithmetic behind TFLOP/s.
+
+Dimensions: S video tokens, T text tokens, E width, L layers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+from typing import Any, TextIO
+
+# Dense bfloat16 TFLOP/s of one device by its `device_kind`, from Google Cloud's pages on each TPU version.
+PEAK_TFLOPS = {"TPU v4": 275.0, "TPU v5 lite": 197.0, "TPU v5": 459.0, "TPU v6 lite": 918.0, "TPU7x": 1153.5}
+
+
+def train_flops(cfg, tokens: int, text_tokens: int, *, lora: bool) -> float:
+  """Floating point operations of the model for one sample: forward and backward, without what remat computes again.
+
+  A backward pass costs twice the forward; under a LoRA about once, since the gradients of the weights are left out.
+  Counted are matrix products (2 for a multiply-add); norms, softmax and the adapters are not.
+
+  Args:
+    cfg: WanConfig. tokens: S. text_tokens: T.
+  """
+  E, S, T = cfg.width, tokens, text_tokens
+  self_attention = 8 * S * E * E + 4 * S * S * E
+  cross_attention = 4 * S * E * E + 4 * T * E * E + 4 * S * T * E
+  layer = self_attention + cross_attention + 4 * S * E * cfg.ffn_dim
+  ends = 2 * S * cfg.patch_volume * (cfg.in_channels + cfg.out_channels) * E + 2 * T * (cfg.text_dim + E) * E
+  return (2 if lora else 3) * (cfg.num_layers * layer + ends)
+
+
+def batch_flops(config, batch) -> float:
+  """`train_flops` of a whole batch, whose clips may have another size than the configuration's."""
+  tokens = math.prod(config.wan().token_grid(*batch["latents"].shape[1:4]))
+  return len(batch["latents"]) * train_flops(config.wan(), tokens, batch["text"].shape[1], lora=config.lora_rank > 0)
+
+
+def step_line(step: int, seconds: float, tflops: float, loss: float) -> str:
+  """MaxText's line. step: how many are completed; tflops: of one device."""
+  return f"completed step: {step}, seconds: {seconds:.3f}, TFLOP/s/device: {tflops:.3f}, loss: {loss:.6f}"
+
+
+class MetricsFile:
+  """metrics.jsonl: one object a line, flushed line by line. With path None nothing is written.
+
+  A run that continues keeps the lines up to the step it continues from: what comes after will be computed again.
+  """
+
+  def __init__(self, path: pathlib.Path | None, step: int):
+    self._file: TextIO | None = None
+    if path is None:
+      return
+    kept = [line for line in path.read_text().splitlines() if _step_of(line) <= step] if path.exists() else []
+    path.write_text("".join(line + "\n" for line in kept))
+    self._file = open(path, "a", encoding="utf-8")
+
+  def write(self, **values: Any) -> None:
+    if self._file is not None:
+      self._file.write(json.dumps(values) + "\n")
+      self._file.flush()
+
+  def close(self) -> None:
+    if self._file is not None:
+      self._file.close()
+
+
+def _step_of(line: str) -> float:
+  """Step of a line; a line that a killed run left half written has none and is dropped."""
+  try:
+    return json.loads(line)["step"]
+  except (ValueError, KeyError, TypeError):
+    return float("inf")

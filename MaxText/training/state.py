@@ -1,0 +1,166 @@
+"""What training changes from step to step, and how it is made: weights, optimizer, average.
+
+Weights are a plain mapping of dotted parameter names to arrays ("blocks.attn1.to_q.kernel"), the names of the
+checkpoints. A `Template` turns such a mapping back into the model. What is trained (all weights, or the adapters of a
+LoRA) is float32; what stays is a second mapping of its own, so that no optimizer state or gradient is made for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from MaxText.models.wan import WanTransformer
+from MaxText.parallel import sharding
+
+Weights = dict[str, jax.Array]
+LORA_SUFFIXES = (".lora_A", ".lora_B")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+  """Attributes: step, int32 scalar; weights that are trained; the optimizer's state; ema, their average, or None."""
+
+  step: jax.Array
+  weights: Weights
+  optimizer: Any
+  ema: Weights | None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Template:
+  """The model without its numbers: `merge` puts them in.
+
+  Attributes:
+    graphdef: structure of the module.
+    variables: dotted name → (path, nnx variable that holds a ShapeDtypeStruct with sharding).
+    trained: names of the weights that are trained; the others stay.
+  """
+
+  graphdef: Any
+  variables: Mapping[str, tuple[Any, Any]]
+  trained: tuple[str, ...]
+
+  @property
+  def kept(self) -> tuple[str, ...]:
+    return tuple(name for name in self.variables if name not in self.trained)
+
+  def abstract(self, names) -> dict[str, jax.ShapeDtypeStruct]:
+    return {name: self.variables[name][1].get_value() for name in names}
+
+  def abstract_state(self, names) -> nnx.State:
+    """The nnx state of these weights alone."""
+    return nnx.from_flat_state([self.variables[name] for name in names])
+
+  def merge(self, weights: Mapping[str, jax.Array]) -> WanTransformer:
+    leaves = [(path, variable.replace(weights[name])) for name, (path, variable) in self.variables.items()]
+    return nnx.merge(self.graphdef, nnx.from_flat_state(leaves))
+
+
+def as_weights(state: nnx.State) -> Weights:
+  return {".".join(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(state)}
+
+
+def make_template(config, placement: sharding.Placement) -> Template:
+  """The transformer of a configuration; nothing is allocated."""
+  lora = config.lora_rank > 0
+  adapters = {"lora_rank": config.lora_rank, "lora_scale": lora_scale(config)} if lora else {}
+  # Weights that are trained are float32; under a LoRA the others are stored as the user likes.
+  weight_dtype = jnp.dtype(config.weight_dtype) if lora else jnp.float32
+
+  def make():
+    dtypes = {"dtype": jnp.dtype(config.dtype), "weight_dtype": weight_dtype}
+    return WanTransformer(config.wan(), rngs=nnx.Rngs(0), **dtypes, **adapters)
+
+  graphdef, abstract = nnx.split(nnx.eval_shape(make))
+  variables = {
+    ".".join(map(str, path)): (path, leaf)
+    for path, leaf in nnx.to_flat_state(sharding.sharded_abstract(abstract, placement))
+  }
+  return Template(graphdef, variables, tuple(n for n in variables if not lora or n.endswith(LORA_SUFFIXES)))
+
+
+def lora_scale(config) -> float:
+  """Strength of the adapters: alpha / rank."""
+  return 1.0 if config.lora_alpha is None else config.lora_alpha / config.lora_rank
+
+
+def learning_rate(config) -> optax.Schedule:
+  """Linear warm-up from 0, then constant or a cosine down to a fraction of the peak at the last step."""
+  peak, warmup = config.learning_rate, config.warmup_steps
+  if config.learning_rate_schedule == "cosine":
+    after = optax.cosine_decay_schedule(peak, config.steps - warmup, config.cosine_learning_rate_final_fraction)
+  else:
+    after = optax.constant_schedule(peak)
+  # The first step already moves: it is number 1 of the warm-up.
+  return optax.join_schedules([lambda step: peak * (step + 1) / (warmup + 1), after], [warmup]) if warmup else after
+
+
+def make_optimizer(config) -> optax.GradientTransformation:
+  """AdamW after clipping by the norm of the whole gradient; matrices alone decay."""
+
+  def decays(weights):
+    return {name: name.endswith((".kernel", *LORA_SUFFIXES)) for name in weights}
+
+  adamw = optax.adamw(
+    learning_rate(config), b1=config.adam_b1, b2=config.adam_b2, eps=config.adam_eps,
+    weight_decay=config.adam_weight_decay, mask=decays)
+  clip = config.gradient_clipping_threshold
+  return optax.chain(optax.clip_by_global_norm(clip), adamw) if clip else adamw
+
+
+def abstract_state(
+  template: Template, optimizer: optax.GradientTransformation, placement: sharding.Placement, *, ema: bool
+) -> TrainState:
+  """The train state as ShapeDtypeStructs with shardings: what belongs to a weight lies as the weight does."""
+  weights = template.abstract(template.trained)
+
+  def place(path, leaf):
+    name = path[-1].key if path and isinstance(path[-1], jax.tree_util.DictKey) else None
+    where = weights[name].sharding if name in weights else placement.replicated
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+
+  return TrainState(
+    step=jax.ShapeDtypeStruct((), jnp.int32, sharding=placement.replicated),
+    weights=weights,
+    optimizer=jax.tree_util.tree_map_with_path(place, jax.eval_shape(optimizer.init, weights)),
+    ema=dict(weights) if ema else None,
+  )
+
+
+def init_state(abstract: TrainState, weights: Weights, optimizer: optax.GradientTransformation) -> TrainState:
+  """Step 0 with these weights, everything created in its shards."""
+  shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+
+  def start(weights):
+    # Copies: the arrays of a donated state may not be shared.
+    ema = None if abstract.ema is None else jax.tree.map(jnp.copy, weights)
+    return TrainState(jnp.zeros((), jnp.int32), weights, optimizer.init(weights), ema)
+
+  return jax.jit(start, out_shardings=shardings, donate_argnums=0)(weights)
+
+
+def make_weights(
+  template: Template, names: tuple[str, ...], placement: sharding.Placement, seed: int,
+  load: Callable[[nnx.State], nnx.State] | None,
+) -> Weights:
+  """These weights from a folder, or random where it has none (adapters) or there is no folder.
+
+  Args:
+    load: abstract state → state, reading a weights folder; None for random weights.
+  """
+  fresh = tuple(name for name in names if load is None or name.endswith(LORA_SUFFIXES))
+  read = tuple(name for name in names if name not in fresh)
+  weights: Weights = {}
+  if fresh:
+    weights |= as_weights(sharding.init_state(template.abstract_state(fresh), placement, seed))
+  if read:
+    weights |= as_weights(load(template.abstract_state(read)))
+  return {name: weights[name] for name in names}

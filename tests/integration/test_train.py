@@ -1,0 +1,234 @@
+"""train as a user types it: lines and files, resuming bit for bit, stopping, damage, and decode on what was trained."""
+
+import json
+import os
+import pathlib
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from MaxText import convert_checkpoint, decode, train
+from MaxText.checkpoints.folder import open_folder
+from MaxText.input_pipeline import synthetic
+from MaxText.training import metrics
+
+PIPE = pathlib.Path(__file__).parent.parent / "golden" / "pipelines" / "one_expert" / "pipe"
+SIZE = ["height=32", "width=32", "num_frames=5"]
+LINE = re.compile(r"^completed step: (\d+), seconds: \d+\.\d+, TFLOP/s/device: \d+\.\d+, loss: \d+\.\d+$", re.M)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation(tmp_path_factory):
+  """Programs are compiled without optimisation, and once for all tests of this file."""
+  cache = tmp_path_factory.mktemp("cache")
+  os.environ["M_JAX_CACHE_DIR"] = str(cache)
+  jax.config.update("jax_disable_most_optimizations", True)
+  yield
+  jax.config.update("jax_disable_most_optimizations", False)
+  del os.environ["M_JAX_CACHE_DIR"]
+
+
+def run(folder, name, *arguments, status=0):
+  defaults = ["configs/train_video.yml", f"load_parameters_path={PIPE}", "global_batch_size=4", "log_format=text", *SIZE]
+  given = {argument.partition("=")[0]: argument for argument in [*defaults, *arguments]}
+  assert train.main([*given.values(), f"base_output_directory={folder}", f"run_name={name}"]) == status
+  return folder / name
+
+
+def lines(run_folder):
+  return [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(run_folder):
+  return {line["step"]: line["loss"] for line in lines(run_folder) if "loss" in line}
+
+
+def arrays(checkpoint):
+  """Every number of a checkpoint: weights, average, optimizer."""
+  import orbax.checkpoint as ocp
+
+  found = {}
+  for item in ("transformer", "ema", "optimizer"):
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+      tree = checkpointer.restore((checkpoint / item).absolute())
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    found |= {f"{item}{jax.tree_util.keystr(path)}": np.asarray(x) for path, x in leaves}
+  return found
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+  """Four steps without a stop."""
+  with pytest.MonkeyPatch.context() as patch:
+    from MaxText.parallel import mesh
+
+    patch.setattr(mesh, "devices", lambda: jax.devices()[:1])
+    return run(tmp_path_factory.mktemp("whole"), "whole", "steps=4", "checkpoint_period=2", "ema_decay=0.5")
+
+
+EMA = "ema_decay=0.5"
+
+
+def test_resumed_equals_uninterrupted(tmp_path, whole, capsys):
+  run(tmp_path, "run", "steps=2", EMA)
+  resumed = run(tmp_path, "run", "steps=4", EMA)
+  out = capsys.readouterr().out
+  assert [int(n) for n in LINE.findall(out)] == [1, 2, 3, 4] and f"checkpoint {resumed}/checkpoints/2" in out
+  assert losses(resumed) == losses(whole) and list(losses(whole)) == [1, 2, 3, 4]
+  mine, theirs = arrays(resumed / "checkpoints" / "4"), arrays(whole / "checkpoints" / "4")
+  assert mine.keys() == theirs.keys() and len(mine) > 100
+  for name, value in theirs.items():
+    np.testing.assert_array_equal(mine[name], value, err_msg=name)
+  iterators = [(folder / "checkpoints/4/iterator/process_0-of-1.json").read_text() for folder in (resumed, whole)]
+  assert iterators[0] == iterators[1]
+  other = run(tmp_path, "other", "steps=4", EMA, "load_parameters_path=null", "model_name=", *architecture(),
+              f"load_full_state_path={whole / 'checkpoints' / '2'}")
+  assert losses(other) == {step: loss for step, loss in losses(whole).items() if step > 2}
+
+
+def architecture():
+  """The folder's architecture as keys, for a run that is given no folder."""
+  from MaxText import pyconfig
+
+  config = pyconfig.initialize(["configs/train_video.yml", f"load_parameters_path={PIPE}", *SIZE], "train", {})
+  from MaxText.config_types import ARCHITECTURE, as_yaml
+
+  return [f"{key}={as_yaml(getattr(config, key))}" for key in sorted(ARCHITECTURE)] + [f"flow_shift={config.flow_shift}"]
+
+
+@pytest.mark.devices(4)
+def test_resume_on_another_number_of_devices(tmp_path, whole):
+  shutil.copytree(whole / "checkpoints" / "2", tmp_path / "run" / "checkpoints" / "2")
+  resumed = run(tmp_path, "run", "steps=4", EMA)
+  assert losses(resumed) == pytest.approx({s: x for s, x in losses(whole).items() if s > 2}, rel=1e-4)
+
+
+def test_sigterm_saves_and_exits_0(tmp_path, whole, monkeypatch):
+  line = metrics.step_line
+
+  def stop_at_3(step, *values):
+    if step == 3:
+      signal.raise_signal(signal.SIGTERM)
+    return line(step, *values)
+
+  monkeypatch.setattr(metrics, "step_line", stop_at_3)
+  stopped = run(tmp_path, "run", "steps=100", "checkpoint_period=0", EMA)
+  assert os.listdir(stopped / "checkpoints") == ["3"]
+  assert losses(stopped) == {step: loss for step, loss in losses(whole).items() if step <= 3}
+
+
+def test_an_unfinished_checkpoint_is_passed_over(tmp_path, whole):
+  shutil.copytree(whole, tmp_path / "run")
+  newest = tmp_path / "run" / "checkpoints" / "4"
+  newest.rename(newest.with_name("4.orbax-checkpoint-tmp"))  # the name a checkpoint has while it is written
+  resumed = run(tmp_path, "run", "steps=4", EMA)
+  assert losses(resumed) == losses(whole)
+  assert sorted(os.listdir(resumed / "checkpoints")) == ["2", "4"]
+
+
+@pytest.mark.slow
+def test_kill_during_a_checkpoint(tmp_path, whole):
+  arguments = ["configs/train_video.yml", f"load_parameters_path={PIPE}", "global_batch_size=4", *SIZE, EMA, "steps=500",
+               "checkpoint_period=1", f"base_output_directory={tmp_path}", "run_name=run"]
+  environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+  process = subprocess.Popen([sys.executable, "-m", "MaxText.train", *arguments], cwd=PIPE.parents[4], env=environment)
+  checkpoints = tmp_path / "run" / "checkpoints"
+
+  def whole_ones():
+    return sorted(int(path.name) for path in checkpoints.glob("*") if path.name.isdecimal())
+
+  end = time.monotonic() + 300
+  while not (whole_ones()[1:] and list(checkpoints.glob("*tmp*"))):
+    assert process.poll() is None and time.monotonic() < end
+    time.sleep(0.002)
+  process.kill()
+  process.wait()
+  last = whole_ones()[-1]
+  resumed = run(tmp_path, "run", f"steps={last + 1}", EMA)
+  assert list(losses(resumed)) == list(range(1, last + 2)) and not list(checkpoints.glob("*tmp*"))
+  both = losses(resumed).keys() & losses(whole).keys()
+  assert {s: losses(resumed)[s] for s in both} == pytest.approx({s: losses(whole)[s] for s in both}, rel=1e-5)
+
+
+def test_a_damaged_checkpoint_is_refused_and_an_older_one_taken_when_asked(tmp_path, whole, capsys):
+  shutil.copytree(whole, tmp_path / "run")
+  newest = tmp_path / "run" / "checkpoints" / "4"
+  for file in (newest / "transformer" / "d").iterdir():
+    os.truncate(file, file.stat().st_size // 2)
+  run(tmp_path, "run", "steps=6", EMA, status=2)
+  error = capsys.readouterr().err
+  assert "4/transformer is damaged" in error and "checkpoint_step=2" in error and "Traceback" not in error
+  run(tmp_path, "run", "steps=4", EMA, "checkpoint_step=3", status=2)
+  assert "checkpoint_step=3" in capsys.readouterr().err
+  resumed = run(tmp_path, "run", "steps=4", EMA, "checkpoint_step=2")
+  assert losses(resumed) == losses(whole)
+  assert sorted(os.listdir(resumed / "checkpoints")) == ["2", "4", "set_aside_4"]
+
+
+def test_nan_names_the_step(tmp_path, monkeypatch, capsys):
+  sample = synthetic.sample
+
+  def broken(seed, split, number, *shape):
+    made = dict(sample(seed, split, number, *shape))
+    return made if number < 4 else {**made, "latents": np.full_like(made["latents"], np.nan)}
+
+  monkeypatch.setattr(synthetic, "sample", broken)
+  stopped = run(tmp_path, "run", "steps=4", EMA, "checkpoint_period=1", "write_metrics=false", status=1)
+  error = capsys.readouterr().err
+  assert "step 2" in error and "nan" in error and "Traceback" not in error
+  assert os.listdir(stopped) == ["checkpoints"] and os.listdir(stopped / "checkpoints") == ["1"]
+
+
+def latents_of(folder, *arguments):
+  name = f"video{len(list(folder.iterdir()))}"
+  assert decode.main([
+    "configs/video.yml", *arguments, f"base_output_directory={folder}", f"run_name={name}", "log_format=quiet", *SIZE,
+    "num_inference_steps=2", "guidance_scale=1", "prompt=a ball", "save_latents=true"]) == 0
+  return np.load(folder / name / "latents.npy")
+
+
+def test_decode_reads_a_checkpoint_and_convert_exports_it(tmp_path, whole, capsys):
+  checkpoint = whole / "checkpoints" / "4"
+  direct = latents_of(tmp_path, f"load_parameters_path={checkpoint}")
+  assert np.abs(direct - latents_of(tmp_path, f"load_parameters_path={PIPE}")).max() > 1e-6, "training changed nothing"
+  exported = tmp_path / "exported"
+  assert convert_checkpoint.main([
+    "configs/video.yml", f"load_parameters_path={checkpoint}", "convert_to=diffusers", f"converted_path={exported}",
+    "log_format=quiet"]) == 0
+  assert open_folder(str(exported)).format == "diffusers"
+  np.testing.assert_array_equal(latents_of(tmp_path, f"load_parameters_path={exported}"), direct)
+  assert decode.main(["configs/video.yml", f"load_parameters_path={whole}", "prompt=x"]) == 2
+  assert str(checkpoint) in capsys.readouterr().err
+
+
+def test_lora_is_read_by_decode(tmp_path, capsys):
+  trained = run(tmp_path, "run", "steps=2", "lora_rank=2", "lora_alpha=4", "learning_rate=0.01")
+  base = latents_of(tmp_path, f"load_parameters_path={PIPE}")
+  merged = latents_of(tmp_path, f"load_parameters_path={PIPE}", f"lora_path={trained / 'lora.safetensors'}")
+  assert np.abs(merged - base).max() > 1e-4
+  size = sum(file.stat().st_size for file in (trained / "checkpoints" / "2" / "transformer").rglob("*") if file.is_file())
+  assert size < 10**6, "a LoRA checkpoint holds adapters alone"
+  assert decode.main(["configs/video.yml", f"load_parameters_path={trained / 'checkpoints' / '2'}", "prompt=x"]) == 2
+  assert "lora_path" in capsys.readouterr().err
+
+
+def test_profile_and_evaluation_are_written_when_asked(tmp_path):
+  asked = ["profiler=xplane", "profiler_steps=1", "eval_interval=2", "checkpoint_period=0"]
+  made = run(tmp_path, "run", "steps=3", EMA, *asked)
+  assert len(list((made / "profile").rglob("*.xplane.pb"))) == 1
+  evaluations = [line for line in lines(made) if "eval_loss" in line]
+  assert [line["step"] for line in evaluations] == [2, 3] and len(evaluations[0]["eval_loss_by_noise_level"]) == 4
+
+
+@pytest.mark.devices(4)
+def test_a_batch_that_does_not_divide_is_refused(tmp_path, capsys):
+  run(tmp_path, "run", "global_batch_size=6", "gradient_accumulation_steps=2", status=2)
+  error = capsys.readouterr().err
+  assert "global_batch_size=6" in error and "4 devices" in error and "8" in error

@@ -1,0 +1,52 @@
+"""Keys of training: what is refused, in which words."""
+
+import pytest
+
+from MaxText import pyconfig
+
+BAD = [
+  (["learning_rate=0"], ["learning_rate=0", "above 0"]),
+  (["learning_rate=-1e-4"], ["learning_rate=-0.0001", "above 0"]),
+  (["steps=0"], ["steps=0", "at least 1"]),
+  (["global_batch_size=6", "gradient_accumulation_steps=4"],
+   ["global_batch_size=6", "gradient_accumulation_steps=4", "1, 2"]),
+  (["ema_decay=1"], ["ema_decay=1", "below 1"]),
+  (["text_dropout=1.5"], ["text_dropout=1.5", "below 1"]),
+  (["attention=svg"], ["attention=svg", "attention=flash", "gradient"]),
+  (["remat_policy=some"], ["remat_policy=some", "none, minimal, full"]),
+  (["warmup_steps=10"], ["warmup_steps=10", "less than steps=10"]),
+  (["logit_normal_mean=1"], ["logit_normal_mean", "timestep_sampling=logit_normal"]),
+  (["cosine_learning_rate_final_fraction=0"], ["cosine_learning_rate_final_fraction", "learning_rate_schedule=cosine"]),
+  (["lora_alpha=2"], ["lora_alpha", "lora_rank"]),
+  (["weight_dtype=bfloat16"], ["weight_dtype=bfloat16", "float32", "dtype=bfloat16"]),
+  (["eval_buckets=2"], ["eval_buckets", "eval_interval"]),
+  (["profiler_steps=2"], ["profiler_steps", "profiler=xplane"]),
+  (["checkpoint_step=2"], ["checkpoint_step", "run_name"]),
+  (["train_expert=low_noise"], ["train_expert=low_noise", "1 expert"]),
+  (["model_name=wan2.2-t2v-a14b"], ["train_expert=null", "high_noise or low_noise"]),
+  (["prompt=x"], ["prompt", "train does not read it"]),
+  (["batch_size=2"], ["batch_size", "global_batch_size"]),
+  (["num_inference_steps=2"], ["num_inference_steps", "steps"]),
+  (["resume=true", "run_name=x"], ["resume", "continues by itself"]),
+  (["dry_run=true"], ["dry_run", "train does not read it"]),
+]
+
+
+@pytest.mark.parametrize("arguments, words", BAD, ids=lambda v: " ".join(v)[:50])
+def test_refused(arguments, words):
+  with pytest.raises(pyconfig.ConfigError) as error:
+    pyconfig.initialize(["configs/train_video.yml", *arguments], "train", {})
+  for word in words:
+    assert word in str(error.value), error.value
+
+
+@pytest.mark.parametrize("arguments", [
+  [], ["lora_rank=4", "lora_alpha=8", "weight_dtype=bfloat16"], ["timestep_sampling=logit_normal", "logit_normal_std=2"],
+  ["model_name=wan2.2-t2v-a14b", "train_expert=high_noise"], ["run_name=x", "checkpoint_step=2"]])
+def test_legal(arguments):
+  assert pyconfig.initialize(["configs/train_video.yml", *arguments], "train", {}).steps == 10
+
+
+def test_training_keys_do_nothing_elsewhere():
+  with pytest.raises(pyconfig.ConfigError, match="learning_rate: would do nothing, decode does not train"):
+    pyconfig.initialize(["configs/video.yml", "init_random_weights=true", "prompt=x", "learning_rate=1"], "decode", {})
