@@ -24,7 +24,8 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
         ("run", "training", "data", "sampling", "attention", "memory", "mesh", "architecture")),
     "encode_dataset": (
         "Encodes a folder of videos with captions into shards of latents and text embeddings, for training.",
-        ("configs/train_video.yml load_parameters_path=FOLDER video_directory=VIDEOS dataset_path=SHARDS height=480 width=832",
+        ("configs/train_video.yml load_parameters_path=FOLDER video_directory=VIDEOS dataset_path=SHARDS height=480 "
+         "width=832",
          "configs/train_video.yml load_parameters_path=FOLDER video_directory=VIDEOS dataset_path=SHARDS "
          "size_buckets=[[480,832],[832,480]] num_data_workers=8 batch_size=8"),
         ("run", "data", "sampling", "memory", "mesh", "architecture")),

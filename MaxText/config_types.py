@@ -223,7 +223,7 @@ class Settings(pydantic.BaseModel):
   dataset_dtype: FloatName = _key("data", "float32", "what latents and text embeddings are stored in")
   clips_per_shard: Count = _key("data", 64, "clips in one shard")
   tokenizer_path: str | None = _key("data", None, "the folder that train_tokenizer writes spiece.model to")
-  tokenizer_vocab_size: Annotated[int, at.Ge(16)] = _key("data", 8000, "largest number of pieces that train_tokenizer learns")
+  tokenizer_vocab_size: Annotated[int, at.Ge(16)] = _key("data", 8000, "most pieces that train_tokenizer learns")
 
   # --- conversion
   convert_to: Literal["orbax", "diffusers"] = _key("conversion", "orbax",
