@@ -235,6 +235,11 @@ def test_samples_cover_all_frames_evenly():
   assert (routing.sampled_rows((2, 3, 4), 64) == np.arange(24)).all()
 
 
+def test_refused_choices():
+  with pytest.raises(ValueError, match="svg_kernel='fast' is not one of naive, exact, aligned"):
+    SvgAttention(1, kernel="fast")
+
+
 def test_counts_for_the_record():
   counts = SvgAttention(14_720).counts((21, 45, 80), "cpu")
   assert counts["kept_pairs_spatial"] == 2_221_732_680 and round(counts["kept_fraction_temporal"], 5) == 0.38240

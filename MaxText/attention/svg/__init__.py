@@ -33,9 +33,14 @@ from MaxText.attention.svg import accounting, layout, routing, tiles
 from MaxText.attention.svg.masks import HeadMask, key_order, query_order
 from MaxText.attention.tiled import TilePlan, make_plan, tiled_attention
 
-KERNELS = tuple(tiles.TABLES)
-LAYOUTS = ("head_local", "pre_exchange", "in_kernel")
-ROUTINGS = ("dynamic", "spatial", "temporal")
+CHOICES = {
+  "kernel": tuple(tiles.TABLES),
+  "layout": ("head_local", "pre_exchange", "in_kernel"),
+  "routing": ("dynamic", "spatial", "temporal"),
+  "backend": ("xla", "pallas"),
+}
+# Short sequences get tiles that still split them this often, so that a rounded mask keeps its shape.
+TILES_A_SIDE, SMALLEST_TILE = 16, 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +75,11 @@ class SvgAttention:
   chip: str = ""
   dense: Attention = dot_product_attention
 
+  def __post_init__(self):
+    for field, allowed in CHOICES.items():
+      if getattr(self, field) not in allowed:
+        raise ValueError(f"svg_{field}={getattr(self, field)!r} is not one of {', '.join(allowed)}.")
+
   def describe(self) -> str:
     return (f"svg ({self.kernel}, half-width {self.half_width} tokens, sink {self.sink_frames} × {self.sink}, "
             f"routing {self.routing}, {self.backend})")
@@ -91,7 +101,8 @@ class SvgAttention:
       tuned = kernels.tuned_tiles(
         self.chip or kernels.this_chip(), self.kernel, num_tokens, num_tokens, self.block_q, self.block_kv)
       return tuned.block_q, tuned.block_kv
-    chosen = (even_block(num_tokens, block) for block in default)
+    finest = max(SMALLEST_TILE, num_tokens // TILES_A_SIDE)
+    chosen = (even_block(num_tokens, min(block, finest)) for block in default)
     asked = (min(block, num_tokens) for block in (self.block_q, self.block_kv))
     return tuple(block or fallback for block, fallback in zip(asked, chosen, strict=True))
 
