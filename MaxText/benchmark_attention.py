@@ -219,7 +219,7 @@ def main(argv: list[str]) -> None:
     raise ConfigError(f"compile_topology={config.compile_topology}: estimates exist for {', '.join(CHIPS)}")
   case = shape_of(config, chip)
   shape = (f"grid {' x '.join(map(str, case.grid))} = {case.num_tokens} tokens, {case.heads} heads of {case.head_dim}, "
-           f"half-width {case.half_width}")
+           f"half-width {case.half_width} (density {DEFAULT_DENSITY} unless svg_density or svg_band_width says else)")
   print(f"{shape}, {'measured on ' + device_kind() if on_device else 'AOT estimate for ' + chip}", flush=True)
   # --- every kernel
   timer, rows, failures = Timer(on_device), [], []

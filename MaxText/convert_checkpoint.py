@@ -15,6 +15,7 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Callable
 
 from MaxText import pyconfig
 from MaxText.config_types import ConfigError, RunError
@@ -82,19 +83,11 @@ def removed_on_failure(partial: str):
 
 
 def progress_reporter(reporter: Reporter):
-  """Reports megabytes of each component as they are read."""
-  start: dict[str, float] = {}
-  shown: dict[str, int] = {}
+  """Tells the share of each component that is read."""
+  shares: dict[str, Callable[[int, int], None]] = {}
 
   def report(component: str, done: int, total: int):
-    began = start.setdefault(component, time.perf_counter())
-    percent = 100 if total == 0 else 100 * done // total
-    if percent == shown.get(component):
-      return
-    shown[component] = percent
-    elapsed = time.perf_counter() - began
-    each = elapsed / max(percent, 1)
-    reporter.progress(component, percent, 100, each, each * (100 - percent), "percent")
+    shares.setdefault(component, reporter.share(component))(done, total)
 
   return report
 

@@ -14,6 +14,7 @@ import platform
 import resource
 import sys
 import time
+from collections.abc import Callable
 from importlib import metadata
 from typing import Any
 
@@ -50,6 +51,7 @@ class Reporter:
 
   def __init__(self, log_format: str = "text"):
     self.format = log_format
+    self.start = time.perf_counter()
     self.warnings: list[str] = []
     self.stages: dict[str, dict[str, float]] = {}
     self._bar_open = False
@@ -98,6 +100,28 @@ class Reporter:
       self._close_bar()
       if self.format == "json":
         self._emit("stage_end", stage=name, **entry)
+
+  def share(self, what: str, every: float = 2.0) -> Callable[[int, int], None]:
+    """Returns a callback (bytes done, bytes in all) that tells the share done, at most every few seconds."""
+    last = start = time.perf_counter()
+
+    def tell(done: int, total: int) -> None:
+      nonlocal last
+      now = time.perf_counter()
+      if now - last < every and not (done == total and last > start):
+        return
+      last, elapsed, share = now, now - start, done / max(total, 1)
+      left = elapsed * (1 - share) / share if share > 0.05 else None
+      if self.format == "json":
+        self._emit("progress", what=what, share=round(share, 4), seconds=round(elapsed, 2))
+      elif self.format == "text":
+        text = f"{what}: {share:.0%} in {seconds_in_words(elapsed)}"
+        text += f", {seconds_in_words(left)} left" if left is not None and done < total else ""
+        self._bar_open = sys.stderr.isatty()
+        start_of_line, end = ("\r\033[K", "") if self._bar_open else ("", "\n")
+        print(start_of_line + text, end=end, file=sys.stderr, flush=True)
+
+    return tell
 
   def progress(
     self, what: str, done: int, total: int, seconds: float, left: float | None = None, unit: str = "step"

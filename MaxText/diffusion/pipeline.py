@@ -259,6 +259,8 @@ class VideoPipeline:
   def svg_attention(self, half_width: int) -> SvgAttention:
     """The sparse attention of a density, as one device sees it."""
     config = self.config
+    # A short sequence on a CPU fits into a tile or two, and rounding to tiles would keep everything: eight tiles a side.
+    small_tile = -(-config.num_tokens // 64) * 8 if self.platform == "cpu" and config.num_tokens < 3072 else 0
     return SvgAttention(
       half_width=half_width,
       sink_frames=min(config.svg_sink_frames, config.token_grid[0]),
@@ -267,8 +269,8 @@ class VideoPipeline:
       routing=config.svg_routing,
       kernel=config.svg_kernel,
       layout=config.svg_layout,
-      block_q=config.svg_block_q or 0,
-      block_kv=config.svg_block_kv or 0,
+      block_q=config.svg_block_q or small_tile,
+      block_kv=config.svg_block_kv or small_tile,
       backend="pallas" if self.platform == "tpu" else "xla",
     )
 
@@ -301,23 +303,7 @@ class VideoPipeline:
       module = sharding.init_sharded(make, placement, seed=EXPERTS.index(component) if component in EXPERTS else 0)
       return nnx.merge(graphdef, self._with_loras(component, nnx.state(module)))
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract)) / 2**30
-    last = start = time.perf_counter()
-
-    def progress(done: int, total: int):
-      nonlocal last
-      now = time.perf_counter()
-      if now - last > 1.0 or done == total and now - start > 1.0:
-        percent = round(100 * done / total)
-        self.reporter.progress(
-          f"loading {component} ({size:.1f} GiB), per cent",
-          percent,
-          100,
-          now - start,
-          (now - start) * (100 - percent) / max(percent, 1),
-          unit="so far",
-        )
-        last = now
-
+    progress = self.reporter.share(f"loading {component}, {size:.2f} GiB")
     state = folder_lib.load(self.folder, component, abstract, progress)
     return nnx.merge(graphdef, self._with_loras(component, state))
 
@@ -475,6 +461,8 @@ class VideoPipeline:
     key = (graphdef, step.guided, attention, sparse_attention, batch)
     if key in self._programs:
       return self._programs[key], 0.0
+    kind = f"density {step.sparse.density}" if sparse else "dense"
+    self.reporter.info(f"compiling the denoising step ({kind}{', with guidance' if step.guided else ''})")
     start = time.perf_counter()
     with self._on_mesh():
       replicated = self.placement.replicated
@@ -513,6 +501,7 @@ class VideoPipeline:
     if not np.isfinite(np.asarray(latents_BFHWC)).all():
       raise NotFiniteError("latents: NaN or infinity before the VAE; nothing was written")
     vae = self.load_vae()
+    self.reporter.info(f"decoding {self.config.num_frames} frames (the first time, the VAE is compiled)")
     latents_BFHWC = jax.device_put(np.asarray(latents_BFHWC), self.vae_placement.replicated)
     done = 0
     for frames in decode_frames(

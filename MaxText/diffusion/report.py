@@ -41,12 +41,15 @@ def describe(pipeline) -> list[str]:
   if pipeline.schedule is not None:
     lines += pipeline.schedule.describe()
     for row in mask_records(pipeline):
-      kept = " and ".join(f"{row[f'kept_fraction_{kind}']:.2%} of a {kind}" for kind in ("spatial", "temporal"))
+      name = "executed_fraction" if row["kernel"] == "aligned" else "kept_fraction"
+      kept = " and ".join(f"{row[f'{name}_{kind}']:.2%} of a {kind}" for kind in ("spatial", "temporal"))
       tiles = " and ".join(f"{row[f'executed_tile_fraction_{kind}']:.2%}" for kind in ("spatial", "temporal"))
       lines.append(
         f"density {row['density']}: half-width {row['half_width']:,} tokens, keeps {kept} head's pairs (with sink); of "
         f"the tiles, {row['block_q']} queries × {row['block_kv']} keys, {tiles} run"
       )
+      if row["executed_tile_fraction_spatial"] == 1.0:
+        pipeline.reporter.warn(f"density {row['density']}: every tile runs at this size, as with dense attention")
     lines.append(f"saves {flops_saved(pipeline):.1%} of the transformer's FLOPs (all heads counted as spatial)")
   return lines
 

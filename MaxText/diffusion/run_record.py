@@ -41,7 +41,9 @@ def attention_record(pipeline) -> dict[str, Any]:
     if temporal_LBN is not None:
       layers, entry = slice(step.sparse.layer_start, step.sparse.layer_end), masks[step.sparse.half_width]
       temporal_lH = temporal_LBN[layers].reshape(len(temporal_LBN[layers]), -1)
-      for shares_L, name in ((kept_L, "kept_fraction"), (executed_L, "executed_tile_fraction")):
+      # An aligned kernel keeps every pair of the tiles it visits; the others mask what the rule leaves out.
+      kept_name = "executed_fraction" if entry["kernel"] == "aligned" else "kept_fraction"
+      for shares_L, name in ((kept_L, kept_name), (executed_L, "executed_tile_fraction")):
         shares_L[layers] = np.where(temporal_lH, entry[f"{name}_temporal"], entry[f"{name}_spatial"]).mean(axis=1)
       sparse_kept += kept_L[layers].tolist()
       routing.append(
@@ -104,7 +106,6 @@ class RunRecord:
 
   def __init__(self, config, pipeline, reporter: Reporter, run, requests):
     self.config, self.pipeline, self.reporter, self.run = config, pipeline, reporter, run
-    self.start = time.perf_counter()
     earlier = {video["file"]: video for video in run.earlier.get("videos", [])}
     self.videos = [
       {
@@ -168,7 +169,7 @@ class RunRecord:
     content = {
       "status": status,
       "random_weights": self.config.init_random_weights,
-      "seconds": round(time.perf_counter() - self.start, 3),
+      "seconds": round(time.perf_counter() - self.reporter.start, 3),
       "compile_seconds": round(pipeline.compile_seconds, 3),
       "stages": self.reporter.stages,
       "peak_host_gib": round(peak_host_gib(), 3),
@@ -187,7 +188,9 @@ class RunRecord:
     write_json(str(self.run.path / RUN_JSON), content)
 
   def _batches(self) -> list[dict[str, Any]]:
-    return [*self.run.earlier.get("batches", []), *self.batches]
+    """Of this and of earlier, interrupted invocations, without those whose videos were made anew."""
+    made = {name for batch in self.batches for name in batch["files"]}
+    return [*(b for b in self.run.earlier.get("batches", []) if not made & set(b["files"])), *self.batches]
 
   def _of_all_batches(self) -> dict[str, Any]:
     """What the batches' attention records say together."""
@@ -204,7 +207,7 @@ class RunRecord:
     """What a person wants to know at the end."""
     stages = ", ".join(f"{name} {seconds_in_words(stage['seconds'])}" for name, stage in self.reporter.stages.items())
     lines = [
-      f"done in {seconds_in_words(time.perf_counter() - self.start)} ({stages}; of this compiling the steps "
+      f"done in {seconds_in_words(time.perf_counter() - self.reporter.start)} ({stages}; of this compiling the steps "
       f"{seconds_in_words(self.pipeline.compile_seconds)}); peak host memory {peak_host_gib():.2f} GiB"
     ]
     device = peak_device_gib()
