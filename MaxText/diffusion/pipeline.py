@@ -259,8 +259,6 @@ class VideoPipeline:
   def svg_attention(self, half_width: int) -> SvgAttention:
     """The sparse attention of a density, as one device sees it."""
     config = self.config
-    # A short sequence on a CPU fits into a tile or two, and rounding to tiles would keep everything: eight tiles a side.
-    small_tile = -(-config.num_tokens // 64) * 8 if self.platform == "cpu" and config.num_tokens < 3072 else 0
     return SvgAttention(
       half_width=half_width,
       sink_frames=min(config.svg_sink_frames, config.token_grid[0]),
@@ -269,8 +267,8 @@ class VideoPipeline:
       routing=config.svg_routing,
       kernel=config.svg_kernel,
       layout=config.svg_layout,
-      block_q=config.svg_block_q or small_tile,
-      block_kv=config.svg_block_kv or small_tile,
+      block_q=config.svg_block_q or 0,
+      block_kv=config.svg_block_kv or 0,
       backend="pallas" if self.platform == "tpu" else "xla",
     )
 
