@@ -40,7 +40,7 @@ CHOICES = {
   "backend": ("xla", "pallas"),
 }
 # Short sequences get tiles that still split them this often, so that a rounded mask keeps its shape.
-TILES_A_SIDE, SMALLEST_TILE = 16, 64
+TILES_A_SIDE, SMALLEST_TILE = 8, 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +127,7 @@ class SvgAttention:
       block_q, block_kv = self.blocks(grid, blocks)
       return routing.route(
         q_BSND, k_BSND, v_BSND, *self.masks(grid), num_sampled_queries=self.num_sampled_queries, kernel=self.kernel,
-        block_q=block_q, block_kv=block_kv, chunk=2 * blocks[1], backend=self.backend)
+        block_q=block_q, block_kv=block_kv, chunk=blocks[1], backend=self.backend)
 
     return self._per_platform(route, *map(lax.stop_gradient, (q_BSND, k_BSND, v_BSND)), num_heads=B * N)
 
