@@ -168,9 +168,13 @@ def tiled_attention(q_HSD, k_HTD, v_HTD, kind_H, plan: TilePlan, heads_at_once: 
   return _forward(q_HSD, k_HTD, v_HTD, kind_H, plan, heads_at_once)[0]
 
 
+def _each_head(function, arrays, heads_at_once: int):
+  return lax.map(function, arrays, batch_size=heads_at_once if heads_at_once > 1 else None)
+
+
 def _forward(q_HSD, k_HTD, v_HTD, kind_H, plan, heads_at_once):
   tiled = _tiled(q_HSD, plan.block_q), _tiled(k_HTD, plan.block_kv), _tiled(v_HTD, plan.block_kv), kind_H
-  out_HIcD, lse_HIc = lax.map(lambda head: _forward_head(plan, *head), tiled, batch_size=heads_at_once)
+  out_HIcD, lse_HIc = _each_head(lambda head: _forward_head(plan, *head), tiled, heads_at_once)
   out_HSD = out_HIcD.reshape(len(kind_H), -1, q_HSD.shape[-1])[:, : q_HSD.shape[1]]
   return out_HSD, (q_HSD, k_HTD, v_HTD, kind_H, out_HSD, lse_HIc)
 
@@ -179,7 +183,7 @@ def _backward(plan, heads_at_once, saved, grad_HSD):
   q_HSD, k_HTD, v_HTD, kind_H, out_HSD, lse_HIc = saved
   tiled = (_tiled(q_HSD, plan.block_q), _tiled(k_HTD, plan.block_kv), _tiled(v_HTD, plan.block_kv), kind_H,
            _tiled(out_HSD, plan.block_q), lse_HIc, _tiled(grad_HSD, plan.block_q))
-  grads = lax.map(lambda head: _backward_head(plan, *head), tiled, batch_size=heads_at_once)
+  grads = _each_head(lambda head: _backward_head(plan, *head), tiled, heads_at_once)
   dq, dk, dv = (g.reshape(x.shape[0], -1, x.shape[-1])[:, : x.shape[1]].astype(x.dtype)
                 for g, x in zip(grads, (q_HSD, k_HTD, v_HTD), strict=True))
   return dq, dk, dv, None
