@@ -17,7 +17,7 @@ from MaxText.attention.tiled import TilePlan, make_plan, tiled_attention
 
 # Tiles of scores: on a CPU small enough for its caches and large enough for its threads (fastest of 64 … 5,376 queries ×
 # 64 … 1,344 keys with two threads of an AMD EPYC with 512 KiB of second-level cache), on accelerators to fill the device.
-CPU_BLOCKS = (896, 384)
+CPU_BLOCKS = (1344, 384)
 ACCELERATOR_BLOCKS = (512, 1024)
 # On accelerators as many heads run side by side as keep one tile of scores of all of them below this many elements.
 ACCELERATOR_SCORES = 1 << 26

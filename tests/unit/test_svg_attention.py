@@ -21,7 +21,7 @@ def executed_mask(svg, mask, grid):
   """The mask that runs over frame-major tokens, [S, S]."""
   if svg.kernel != "aligned":
     return literal_mask(mask)
-  sink, start_S, stop_S = tiles.aligned_intervals(mask, *svg.blocks(grid, (896, 384)))
+  sink, start_S, stop_S = tiles.aligned_intervals(mask, *svg.blocks(grid, (1344, 384)))
   key = np.arange(mask.num_tokens)
   ordered = (key < sink) | ((key >= start_S[:, None]) & (key < stop_S[:, None]))
   result = np.zeros_like(ordered)
