@@ -193,7 +193,8 @@ def _motion(time_T: np.ndarray, track: Sequence[Region]) -> tuple[str | None, st
   if time_T[-1] - time_T[0] < 0.7:
     return None, "seen for less than 0.7 of the clip"
   across, down, growth = (np.polyfit(time_T, values_T, 1)[0] for values_T in (x_T, y_T, octaves_T))
-  smooth_T = np.median([y_T[:-2], y_T[1:-1], y_T[2:]], axis=0)  # one stray frame makes no bounce
+  # One stray frame makes no bounce; in a short clip the lowest place may be seen in one frame alone.
+  smooth_T = np.median([y_T[:-2], y_T[1:-1], y_T[2:]], axis=0) if len(y_T) >= 17 else y_T
   fallen_T = smooth_T - np.minimum.accumulate(smooth_T)
   risen_T = smooth_T - np.minimum.accumulate(smooth_T[::-1])[::-1]
   back = float(np.max(np.minimum(fallen_T, risen_T)))
