@@ -27,9 +27,10 @@ SPARSE = ["attention=svg", "svg_density=0.35", "svg_start_step=4", "svg_end_step
 
 
 def attention_seconds(pipeline, repeats: int = 3) -> list[float]:
-  """Seconds of one layer's dense attention at the pipeline's shape."""
-  config = pipeline.config
-  q, k, v = jax.random.normal(jax.random.key(0), (3, 1, config.num_tokens, config.num_heads, config.head_dim))
+  """Seconds of one layer's dense attention at the shape of the pipeline's steps, for one video."""
+  config, samples = pipeline.config, 1 + any(step.guided for step in pipeline.steps)
+  shape = (3, samples, config.num_tokens, config.num_heads, config.head_dim)
+  q, k, v = jax.random.normal(jax.random.key(0), shape, pipeline.dtypes["dtype"])
   attend = jax.jit(lambda q, k, v: pipeline.dense_kernel(q, k, v, config.token_grid))
   attend(q, k, v).block_until_ready()
   seconds = []
