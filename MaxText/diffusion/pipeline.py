@@ -45,7 +45,7 @@ from MaxText.checkpoints import folder as folder_lib
 from MaxText.config_reader import user_path
 from MaxText.config_types import RunError
 from MaxText.diffusion import flow_matching, solvers
-from MaxText.models.tokenizer import MAX_LENGTH, Tokenizer
+from MaxText.models.tokenizer import Tokenizer
 from MaxText.models.umt5 import Umt5Encoder, encode_prompts
 from MaxText.models.vae import WanVae, decode_frames
 from MaxText.models.wan import WanTransformer
@@ -332,7 +332,7 @@ class VideoPipeline:
     negative = [self.config.negative_prompt] if any(step.guided for step in self.steps) else []
     texts = list(dict.fromkeys([*prompts, *negative]))
     if self.folder is None:
-      shape = (MAX_LENGTH, self.config.text_dim)
+      shape = (self.config.text_length, self.config.text_dim)
       return {text: np.random.default_rng(list(text.encode())).standard_normal(shape, np.float32) for text in texts}
     tokenizer = Tokenizer(str(pathlib.Path(self.folder.tokenizer_path).parent))
     for text, dropped in zip(texts, tokenizer(texts).truncated, strict=True):
