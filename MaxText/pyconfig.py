@@ -66,6 +66,11 @@ class Config(Settings):
     return 1 + (self.num_frames - 1) // frame_step, self.height // pixel_step, self.width // pixel_step
 
   @property
+  def topology_chip(self) -> str:
+    """Chip of compile_topology, such as 'v6e'; empty where the devices here are meant."""
+    return "" if self.compile_topology is None else self.compile_topology.split(":")[0]
+
+  @property
   def token_grid(self) -> tuple[int, int, int]:
     """(F, H, W) of the transformer's tokens, frame-major."""
     frames, rows, columns = (n // p for n, p in zip(self.latent_grid, self.patch_size, strict=True))
