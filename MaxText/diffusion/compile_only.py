@@ -8,6 +8,7 @@ import dataclasses
 import os
 import re
 import time
+from collections.abc import Iterable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -52,12 +53,13 @@ def topology_devices(topology: str) -> list:
                      f"{str(error).splitlines()[0][:200]}") from error
 
 
-def compile_steps(pipeline) -> list[CompiledStep]:
+def compile_steps(pipeline) -> Iterator[CompiledStep]:
   """Compiles one program for dense steps and one a density, each as the first step of its kind would run it."""
   chosen = {}
   for step in pipeline.steps:
     chosen.setdefault((step.guided, step.sparse and step.sparse.half_width), step)
-  return [_compile(pipeline, step) for step in chosen.values()]
+  for step in chosen.values():
+    yield _compile(pipeline, step)
 
 
 def _compile(pipeline, step) -> CompiledStep:
@@ -87,12 +89,10 @@ def _compile(pipeline, step) -> CompiledStep:
   )
 
 
-def describe(compiled: list[CompiledStep], topology: str) -> list[str]:
-  """Lines for a dry run."""
-  lines = [
-    f"compiled for {topology} in {c.seconds:.0f} s, not run: denoising step ({c.kind}), peak memory a device "
-    f"{c.peak / GIB:.2f} GiB, of it {c.arguments / GIB:.2f} weights, latents and text (the compiler's account); Pallas "
-    f"kernels: {', '.join(c.kernels) or 'none'}"
-    for c in compiled
-  ]
-  return [*lines, "dry run: nothing was loaded or written"]
+def describe(compiled: Iterable[CompiledStep], topology: str) -> Iterator[str]:
+  """Lines for a dry run, each as soon as its step is compiled."""
+  for c in compiled:
+    yield (f"compiled for {topology} in {c.seconds:.0f} s, not run: denoising step ({c.kind}), peak memory a device "
+           f"{c.peak / GIB:.2f} GiB, of it {c.arguments / GIB:.2f} weights, latents and text (the compiler's account); "
+           f"Pallas kernels: {', '.join(c.kernels) or 'none'}")
+  yield "dry run: nothing was loaded or written"
