@@ -295,11 +295,13 @@ def _output(facts: Facts) -> Iterator[str]:
     yield f"run_name={name!r}: must be a plain folder name of at most 200 bytes, without slashes or control characters"
   if c.resume and not name:
     yield "resume=true: give run_name, the run to continue"
-  if c.compile_topology is not None and facts.command != "benchmark_attention":
-    yield f"compile_topology={c.compile_topology}: only benchmark_attention reads it (form v6e:2x4); leave it out"
-  elif c.compile_topology is not None and not re.fullmatch(r"[a-z0-9]+:\d+(x\d+){1,2}", c.compile_topology):
+  if c.compile_topology is not None and not re.fullmatch(r"[a-z0-9]+:\d+(x\d+){1,2}", c.compile_topology):
     yield (f"compile_topology={c.compile_topology}: must be a chip and its grid, such as v6e:2x4, v5e:2x4, v5p:2x2x1 or "
            "tpu7x:2x2x1")
+  elif c.compile_topology is not None and not (
+      facts.command == "benchmark_attention" or facts.command == "decode" and c.dry_run):
+    yield (f"compile_topology={c.compile_topology}: read by benchmark_attention, and by decode with dry_run=true, which "
+           "compiles and runs nothing; add dry_run=true, or leave it out")
 
 
 def _weights(facts: Facts) -> Iterator[str]:

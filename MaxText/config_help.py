@@ -39,9 +39,16 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
          "configs/video.yml load_parameters_path=CHECKPOINT convert_to=diffusers converted_path=FOLDER"),
         ("run", "conversion", "memory", "architecture")),
     "benchmark_attention": (
-        "Times every attention kernel on one shape: measured on this device, or estimated for another.",
+        "Times every attention kernel, routing and layout on one shape: measured on the TPU here, or with "
+        "compile_topology, or without a TPU, an AOT estimate. One device's share is timed, num_heads / "
+        "ici_context_parallelism heads. Writes "
+        "{base_output_directory}/{run_name}/benchmark_attention.json, and keeps what it compiled in "
+        "{base_output_directory}/aot_estimates for the next run. The keys that matter: compile_topology, height, width, "
+        "num_frames, num_heads, svg_density or svg_band_width, svg_sink, svg_sink_frames, svg_num_sampled_queries, "
+        "svg_block_q, svg_block_kv, flash_block_q, flash_block_kv, ici_context_parallelism.",
         ("configs/video.yml model_name=wan2.1-t2v-14b",
-         "configs/video.yml model_name=wan2.1-t2v-14b compile_topology=v6e:2x4 svg_density=0.35"),
+         "configs/video.yml model_name=wan2.1-t2v-14b compile_topology=v6e:2x4 svg_density=0.35",
+         "configs/video.yml model_name=wan2.1-t2v-14b compile_topology=v6e:2x4 svg_block_q=3328 svg_block_kv=1536"),
         ("run", "sampling", "attention", "mesh", "architecture")),
 }
 
@@ -50,7 +57,7 @@ def help_text(command: str) -> str:
   """Returns the whole help of a command."""
   purpose, examples, groups = COMMANDS[command]
   program = f"python -m MaxText.{command}"
-  lines = [f"usage: {program} CONFIG.yml [key=value ...]", "", purpose, "", "examples:"]
+  lines = [f"usage: {program} CONFIG.yml [key=value ...]", "", *textwrap.wrap(purpose, WIDTH), "", "examples:"]
   lines += [f"  {program} {example}" for example in examples]
   lines += ["", *textwrap.wrap(
       "A value is found in this order, the last one wins: configs/base.yml, CONFIG.yml, configs/models/<model_name>.yml, "

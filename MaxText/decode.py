@@ -30,7 +30,7 @@ def main(argv: list[str]) -> None:
     config.print_config()
 
   with reporter.stage("start"):
-    from MaxText.diffusion import report  # imports jax: only once the configuration is right
+    from MaxText.diffusion import compile_only, report  # imports jax: only once the configuration is right
     from MaxText.diffusion.pipeline import Request, VideoPipeline
     from MaxText.diffusion.run_record import RunRecord
 
@@ -46,7 +46,9 @@ def main(argv: list[str]) -> None:
   for line in report.describe(pipeline):
     reporter.info(line)
   if config.dry_run:
-    for line in report.estimate(pipeline, len(requests)):
+    lines = (report.estimate(pipeline, len(requests)) if config.compile_topology is None else
+             compile_only.describe(compile_only.compile_steps(pipeline), config.compile_topology))
+    for line in lines:
       reporter.info(line)
     return
   record = RunRecord(config, pipeline, reporter, run, requests)

@@ -66,6 +66,11 @@ class Config(Settings):
     return 1 + (self.num_frames - 1) // frame_step, self.height // pixel_step, self.width // pixel_step
 
   @property
+  def topology_chip(self) -> str:
+    """Chip of compile_topology, such as 'v6e'; empty where the devices here are meant."""
+    return "" if self.compile_topology is None else self.compile_topology.split(":")[0]
+
+  @property
   def token_grid(self) -> tuple[int, int, int]:
     """(F, H, W) of the transformer's tokens, frame-major."""
     frames, rows, columns = (n // p for n, p in zip(self.latent_grid, self.patch_size, strict=True))
@@ -177,7 +182,7 @@ def initialize(argv: Sequence[str], command: str = "decode", environ: Mapping[st
              f"{COMMAND_LINE} ({key}={value}); keep one" for key, value in arguments.values.items()
              if key in environment.values])
   values, sources, folder = _resolve(files, [environment, arguments])
-  _derive(values, sources)
+  _derive(values, sources, command)
   config = _typed(values, sources)
   config._sources = MappingProxyType(sources)
   config._folder = folder
@@ -312,7 +317,7 @@ def _shapes(names: Any, component: str, architecture: Any) -> dict[str, tuple[in
   return names.leaf_shapes(names.tensors(component, architecture))
 
 
-def _derive(values: dict[str, Any], sources: dict[str, str]) -> None:
+def _derive(values: dict[str, Any], sources: dict[str, str], command: str) -> None:
   """Fills what follows from other keys: the size from saved latents, the one inferred mesh size, a fresh run name."""
   _take_latents_size(values, sources)
   for link in ("ici", "dcn"):
@@ -323,8 +328,9 @@ def _derive(values: dict[str, Any], sources: dict[str, str]) -> None:
         values[key], sources[key] = 1, f"gives way to {chosen[0]}=-1"
   if values["run_name"] == "" and values["resume"] is False:
     model = values["model_name"] or pathlib.Path(str(values["load_parameters_path"] or "model")).resolve().name
-    values["run_name"] = _fresh_name(str(values["base_output_directory"]), f"{model}_{values['attention']}"[:100])
-    sources["run_name"] = "made from model, attention and time"
+    what = "benchmark" if command == "benchmark_attention" else values["attention"]  # a benchmark runs every kind
+    values["run_name"] = _fresh_name(str(values["base_output_directory"]), f"{model}_{what}"[:100])
+    sources["run_name"] = f"made from model, {'command' if what == 'benchmark' else 'attention'} and time"
 
 
 def _fresh_name(directory: str, stem: str) -> str:

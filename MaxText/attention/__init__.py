@@ -41,11 +41,12 @@ def make_attention(config, mesh: jax.sharding.Mesh | None = None, *, training: b
   """The dense attention of a configuration: of all steps, or with attention=svg of the dense steps and layers.
 
   Args:
-    config: attention, flash_block_q and flash_block_kv are read.
+    config: attention, flash_block_q, flash_block_kv and compile_topology are read.
     mesh: where it will run (also a mesh of a topology to compile for); None means the default backend.
     training: whether gradients are needed, which not every kernel has.
   """
   if config.attention == "dot_product":
     return dot_product_attention
   platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
-  return make_flash_attention(platform, config.flash_block_q or 0, config.flash_block_kv or 0, training=training)
+  return make_flash_attention(
+    platform, config.flash_block_q or 0, config.flash_block_kv or 0, chip=config.topology_chip, training=training)

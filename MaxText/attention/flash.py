@@ -96,14 +96,16 @@ def _library_blocks(block_q: int, block_kv: int) -> library.BlockSizes:
     block_k_major_dq=block_kv, block_k_dq=block_kv, block_q_dq=block_q)
 
 
-def make_flash_attention(platform: str, block_q: int = 0, block_kv: int = 0, *, training: bool = False):
+def make_flash_attention(
+  platform: str, block_q: int = 0, block_kv: int = 0, *, chip: str = "", training: bool = False):
   """The dense kernel for a platform.
 
   Args:
     platform: 'tpu', 'gpu' or 'cpu'.
     block_q, block_kv: tiles of the kernel; 0 takes the tuned ones.
+    chip: whose tuned tiles to take, such as 'v6e'; empty means the device here.
     training: whether gradients are needed.
   """
   if platform == "tpu":
-    return LibraryFlashAttention(block_q, block_kv) if training else FlashAttention(block_q, block_kv)
+    return LibraryFlashAttention(block_q, block_kv) if training else FlashAttention(block_q, block_kv, chip)
   return BoundedAttention(block_q, block_kv, platform=platform)

@@ -44,7 +44,7 @@ from MaxText.checkpoints import export, lora
 from MaxText.checkpoints import folder as folder_lib
 from MaxText.config_reader import user_path
 from MaxText.config_types import RunError
-from MaxText.diffusion import flow_matching, solvers
+from MaxText.diffusion import compile_only, flow_matching, solvers
 from MaxText.models.tokenizer import Tokenizer
 from MaxText.models.umt5 import Umt5Encoder, encode_prompts
 from MaxText.models.vae import WanVae, decode_frames
@@ -212,7 +212,8 @@ class VideoPipeline:
     self.reporter = reporter or Reporter("quiet")
     self.folder = config.folder
     rules = sharding.parse_rules(config.logical_axis_rules)
-    self.placement = sharding.Placement(mesh_lib.make_mesh(config), rules)
+    devices = None if config.compile_topology is None else compile_only.topology_devices(config.compile_topology)
+    self.placement = sharding.Placement(mesh_lib.make_mesh(config, devices), rules)
     # The VAE is small and streams one video at a time: one device decodes while the others hold the transformer.
     self.vae_placement = sharding.Placement(mesh_lib.one_device(self.placement.mesh), rules)
     self.dtypes = {"dtype": jnp.dtype(config.dtype), "weight_dtype": jnp.dtype(config.weight_dtype)}
@@ -270,6 +271,7 @@ class VideoPipeline:
       block_q=config.svg_block_q or 0,
       block_kv=config.svg_block_kv or 0,
       backend="pallas" if self.platform == "tpu" else "xla",
+      chip=config.topology_chip,
     )
 
   @property
@@ -446,6 +448,14 @@ class VideoPipeline:
       text += [embeddings[self.config.negative_prompt]] * len(requests)
     with self._on_mesh():
       return _text_keys_values(graphdef, weights, np.stack(text))
+
+  def abstract_text_keys_values(self, graphdef, weights, text_BTE) -> Any:
+    """Shapes and shardings of what `_text_keys_values` makes, of abstract arguments; compiles it."""
+    with self._on_mesh():
+      compiled = _text_keys_values.lower(graphdef, weights, text_BTE).compile()
+      shapes = jax.eval_shape(functools.partial(_text_keys_values, graphdef), weights, text_BTE)
+    return jax.tree.map(
+      lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, compiled.output_shardings)
 
   def _program(self, graphdef, step: Step, control: Attention | None, arguments) -> tuple[Callable, float]:
     """The compiled step, and the seconds spent compiling it now (0 when it existed).

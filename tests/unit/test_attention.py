@@ -106,10 +106,11 @@ def mesh_of(platform):
 
 def test_factory_and_what_it_says():
   def config(attention):
-    return types.SimpleNamespace(attention=attention, flash_block_q=None, flash_block_kv=256)
+    return types.SimpleNamespace(attention=attention, flash_block_q=None, flash_block_kv=256, topology_chip="v5e")
 
   assert make_attention(config("dot_product"), mesh_of("tpu")) is dot_product_attention
   on_cpu = make_attention(config("svg"), mesh_of("cpu"))
   assert "no kernel for cpu" in on_cpu.describe() and on_cpu.block_kv == 256 and hash(on_cpu)
   assert "Pallas" in make_attention(config("flash"), mesh_of("tpu")).describe()
+  assert make_attention(config("flash"), mesh_of("tpu")).chip == "v5e"
   assert isinstance(make_attention(config("flash"), mesh_of("tpu"), training=True), LibraryFlashAttention)

@@ -22,7 +22,7 @@ def compile_case(case, dump: pathlib.Path) -> dict:
   from jax.sharding import SingleDeviceSharding
 
   from MaxText.attention.aot_estimate.case import CHIPS
-  from MaxText.attention.aot_estimate.estimate import kernel_parts
+  from MaxText.attention.aot_estimate.parts import kernel_parts
   from MaxText.attention.aot_estimate.schedule import read_schedule
   from MaxText.attention.kernels.block_sparse import block_sparse_attention
 

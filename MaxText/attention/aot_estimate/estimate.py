@@ -1,105 +1,19 @@
 """Cycles of a compiled kernel: bundles of each part x how often the launched step list runs it / the chip's clock."""
 
 import dataclasses
+import functools
+import hashlib
+import importlib.metadata
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
 
 from MaxText.attention.aot_estimate.case import CHIPS, KernelCase
-from MaxText.attention.aot_estimate.schedule import Region
-from MaxText.attention.kernels.block_sparse import KernelTiling
-from MaxText.attention.kernels.steps import StepPlan, leading_equal, split
-
-# A region that is matched to no part (address arithmetic, copies that the pipeline starts and waits for) is counted as
-# often as the region around it. A larger one is an error: something in the kernel would be counted wrongly.
-SMALL_REGION = 160
-
-
-class EstimateError(ValueError):
-  """A schedule that does not fit the kernel's source, or a compiler that failed."""
-
-
-def kernel_parts(root: Region, plan: StepPlan, tiling: KernelTiling) -> list[dict]:
-  """The kernel's regions with the part of the source each belongs to, in program order.
-
-  Parts: step (every grid step), start and finish (every query tile), full, one_edge (+ _chunks) and again (+ _chunks):
-  the bodies of a tile without a mask, with one edge, and with the whole mask or done again.
-
-  Raises:
-    EstimateError: a region without a place, or a part without a region.
-  """
-  loops = [r for r in root.children if r.kind == "loop" and any(x.ops["matmul"] for x in r.walk())]
-  if len(loops) != 1:
-    raise EstimateError(f"{len(loops)} loops with matrix products at the top of the kernel: one, the grid's, is expected")
-  grid = loops[0]
-  names: dict[int, str] = {}
-  bodies = []
-  for region in grid.walk():
-    if region.ops["matmul"] and region.ops["exp"]:
-      bodies.append(region)
-    elif region.ops["matmul"]:
-      names[id(region)] = "start"
-    elif region.ops["reciprocal"]:
-      names[id(region)] = "finish"
-  bodies.sort(key=lambda r: r.start)
-  expected = []
-  if plan.any_full:
-    sizes = split(plan.block_kv, tiling.chunk)
-    looped = 0 if tiling.unroll else leading_equal(sizes)
-    expected += (["full_chunks"] if looped else []) + (["full"] if looped < len(sizes) else [])
-  expected += ["one_edge_chunks"] if plan.any_one_edge else []
-  expected += ["again_chunks"]
-  if len(bodies) != len(expected) or sorted(names.values()) != ["finish", "start"]:
-    raise EstimateError(
-        f"the schedule has {len(bodies)} attention bodies and parts {sorted(names.values())}; "
-        f"expected {expected}, one start and one finish")
-  names |= {id(r): n for r, n in zip(bodies, expected, strict=True)}
-
-  parts = []
-  def visit(region: Region, inherited: str) -> None:
-    inside = {names[id(r)] for r in region.walk() if id(r) in names}
-    if id(region) in names:
-      name = names[id(region)]
-    elif inside and all(n.startswith("again") for n in inside):
-      name = "again"
-    elif inside and all(n.startswith(("one_edge", "full")) for n in inside) and len({n[:4] for n in inside}) == 1:
-      name = "one_edge" if inside == {"one_edge_chunks"} else "full"
-    else:
-      name = inherited
-      if not inside and region.bundles > SMALL_REGION:
-        raise EstimateError(f"a region of {region.bundles} bundles under {inherited!r} belongs to no part of the kernel")
-    parts.append({"part": name, "bundles": region.bundles, "matmul": region.ops["matmul"]})
-    for child in region.children:
-      visit(child, name)
-
-  visit(grid, "step")
-  outside = root.bundles + sum(r.bundles for c in root.children if c is not grid for r in c.walk())
-  parts.append({"part": "launch", "bundles": outside, "matmul": 0})
-  return parts
-
-
-def executions(plan: StepPlan, patterns: list[int], tiling: KernelTiling, redone: float = 0.0) -> dict[str, float]:
-  """How often each part runs when the heads follow `patterns` and a share `redone` of the active steps runs again."""
-  total: dict[str, float] = {}
-  for pattern in patterns:
-    for name, n in plan.counts(pattern).items():
-      total[name] = total.get(name, 0) + n
-  chunks = -(-plan.block_kv // plan.masked_chunk)
-  return {
-      "launch": 1,
-      "step": total["steps"],
-      "start": total["query_tiles"],
-      "finish": total["query_tiles"],
-      "full": total["full"],
-      "full_chunks": total["full"] * leading_equal(split(plan.block_kv, tiling.chunk)),
-      "one_edge": total["one_edge"],
-      "one_edge_chunks": total["one_edge_chunks"],
-      "again": total["both_edges"] + redone * total["active"],
-      "again_chunks": total["both_edges_chunks"] + redone * total["active"] * chunks,
-  }
+from MaxText.attention.aot_estimate.parts import EstimateError, executions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,24 +30,70 @@ class Estimate:
   label: str = "AOT estimate"
 
 
-def compile_parts(case: KernelCase, timeout_s: float = 3600) -> dict:
+def compile_parts(case: KernelCase, folder: pathlib.Path | None = None, timeout_s: float = 3600) -> dict:
   """Compiles the case in a child process; {"seconds", "parts", "temp_bytes"}.
+
+  Args:
+    folder: where compiled cases are kept, and found again as long as the kernels' source and libtpu are the same.
 
   Raises:
     EstimateError: libtpu is missing, refuses the kernel, or its schedule does not match.
   """
+  request = dataclasses.asdict(case)
+  if (found := stored_parts(case, folder)) is not None:
+    return found
   with tempfile.TemporaryDirectory(prefix="aot_estimate_") as dump:
-    what = f"{case.kernel} with tiles of {case.block_q} x {case.block_kv} for {case.chip}"
-    return _child("compile", [json.dumps(dataclasses.asdict(case)), dump], what, timeout_s)
+    compiled = _child("compile", [json.dumps(request), dump], timeout_s)
+  if folder is not None:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = _path(case, folder)
+    partial = path.with_suffix(".partial")  # a run that is killed leaves no half file
+    partial.write_text(json.dumps({"case": request, "source": source_digest()} | compiled))
+    partial.rename(path)
+  return compiled
 
 
-def layout_milliseconds(case: KernelCase, layout: str, timeout_s: float = 3600) -> float:
-  """Time that `layout` (layouts.LAYOUTS) adds to one launch by XLA's cycle counts."""
-  request = json.dumps(dataclasses.asdict(case) | {"layout": layout})
-  return _child("layouts", [request], f"layout {layout}", timeout_s) / CHIPS[case.chip].clock_hz * 1e3
+def stored_parts(case: KernelCase, folder: pathlib.Path | None) -> dict | None:
+  """What an earlier run compiled for the case and left in the folder, None when there is nothing that still holds."""
+  if folder is None or not _path(case, folder).is_file():
+    return None
+  stored = json.loads(_path(case, folder).read_text())
+  return stored if stored["source"] == source_digest() else None
 
 
-def _child(module: str, arguments: list[str], what: str, timeout_s: float):
+def _path(case: KernelCase, folder: pathlib.Path) -> pathlib.Path:
+  request = json.dumps(dataclasses.asdict(case), sort_keys=True)
+  grid = "x".join(map(str, case.grid))
+  digest = hashlib.sha256(request.encode()).hexdigest()[:8]
+  return folder / f"{case.chip}_{grid}_{case.kernel}_{case.block_q}x{case.block_kv}_{digest}.json"
+
+
+@functools.lru_cache(maxsize=1)
+def source_digest() -> str:
+  """Identifies what compiled parts depend on beside the case: the sources of kernels and plans, and libtpu."""
+  package = pathlib.Path(__file__).resolve().parents[1]
+  files = [*(package / "kernels").glob("*.py"), package / "svg/masks.py", package / "svg/tiles.py",
+           *(package / "aot_estimate" / f for f in ("schedule.py", "parts.py", "compile.py"))]
+  text = b"".join(f.read_bytes() for f in sorted(files) if f.name != "tuned.py")
+  try:
+    text += importlib.metadata.version("libtpu").encode()
+  except importlib.metadata.PackageNotFoundError:
+    pass
+  return hashlib.sha256(text).hexdigest()[:16]
+
+
+def work_cycles(case: KernelCase, name: str, num_sampled_queries: int = 64, timeout_s: float = 3600) -> int:
+  """Cycles of a work beside the kernel (beside.WORKS), compiled in a child process.
+
+  Raises:
+    EstimateError: it does not compile, or holds operations without an estimate.
+  """
+  with tempfile.TemporaryDirectory(prefix="aot_estimate_") as dump:
+    request = dataclasses.asdict(case) | {"work": name, "num_sampled_queries": num_sampled_queries}
+    return _child("beside", [json.dumps(request), dump], timeout_s)
+
+
+def _child(module: str, arguments: list[str], timeout_s: float):
   """Runs a module of this package in a process of its own, and reads the JSON of its last line."""
   environment = os.environ | {
       "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
@@ -143,10 +103,19 @@ def _child(module: str, arguments: list[str], what: str, timeout_s: float):
   root = pathlib.Path(__file__).resolve().parents[3]
   child = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=root, timeout=timeout_s)
   if child.returncode:
-    lines = [line for line in child.stderr.strip().splitlines() if line.strip()]
-    telling = [line for line in lines if "Error" in line or "EXHAUSTED" in line]
-    raise EstimateError(f"{what}: {(telling or lines or ['no message'])[-1][:600]}")
+    raise EstimateError(_readable(child.stderr))
   return json.loads(child.stdout.strip().splitlines()[-1])
+
+
+def _readable(stderr: str) -> str:
+  """One line that says why a compilation failed, without the exception's class and status code."""
+  lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+  telling = [line for line in lines if "Error" in line or "EXHAUSTED" in line]
+  words = re.sub(r"^([\w.]+(Error|Exception)|[A-Z_]{6,}): ", "", (telling or lines or ["no message"])[-1])
+  words = re.sub(r"^[A-Z_]{6,}: ", "", words)
+  if "No module named 'libtpu'" in stderr:
+    words = "libtpu is not installed, and nothing else compiles for a TPU (pip install libtpu)"
+  return words[:300]
 
 
 def evaluate(case: KernelCase, compiled: dict, patterns: list[int] | None = None, redone: float = 0.0) -> Estimate:

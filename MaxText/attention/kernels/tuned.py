@@ -58,9 +58,10 @@ def tuned_tiles(chip: str, kernel: str, num_queries: int, num_keys: int, block_q
   entry = table[min(table, key=lambda tokens: abs(tokens - num_keys))]
   tuned_kv = entry["block_kv"] if num_keys in table else _near_divisor(num_keys, entry["block_kv"])
   block_q, block_kv = (asked or tuned for asked, tuned in ((block_q, entry["block_q"]), (block_kv, tuned_kv)))
+  chunk = entry["chunk"] if block_kv == entry["block_kv"] else _even_chunk(block_kv, entry["chunk"])
   block_q, block_kv = (min(b, -(-n // m) * m) for b, n, m in ((block_q, num_queries, 128), (block_kv, num_keys, 16)))
   return Tiles(block_q, block_kv, settings["masked_chunk"], KernelTiling(
-      chunk=min(entry["chunk"], block_kv),
+      chunk=min(chunk, block_kv),
       unroll=settings["unroll"],
       reference_in_mxu=settings["reference_in_mxu"],
       vmem_limit_bytes=settings["vmem_limit_mib"] * 2**20,
@@ -71,3 +72,9 @@ def _near_divisor(length: int, wanted: int) -> int:
   """The divisor of `length`, a multiple of 16, nearest to `wanted` within half and one and a half; else `wanted`."""
   near = [n for n in range(16, wanted * 3 // 2 + 1, 16) if length % n == 0 and 2 * n >= wanted]
   return min(near, key=lambda n: abs(n - wanted), default=wanted)
+
+
+def _even_chunk(block_kv: int, most: int) -> int:
+  """Keys of one pass over a tile that nobody tuned: near-equal passes of at most `most` keys, in 256s where it can be."""
+  chunk = -(-block_kv // -(-block_kv // most))
+  return next((c for c in (-(-chunk // m) * m for m in (256, 16)) if c <= most), most)
