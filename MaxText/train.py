@@ -124,14 +124,28 @@ def main(argv: list[str]) -> None:
 
 
 def start_hosts() -> None:
-  """Joins the hosts of a job: where a coordinator is named (JAX_COORDINATOR_ADDRESS), or on a TPU slice of several."""
+  """Joins the hosts of a job: on a TPU slice of several, or where JAX_COORDINATOR_ADDRESS names one of them.
+
+  Off TPU and outside of a job manager that JAX knows, JAX_NUM_PROCESSES and JAX_PROCESS_ID say how many there are and
+  which this is.
+
+  Raises:
+    ConfigError: a coordinator, but not which of how many processes this is.
+  """
   hosts = os.environ.get("TPU_WORKER_HOSTNAMES", "").count(",")
   if not (hosts or os.environ.get("JAX_COORDINATOR_ADDRESS") or os.environ.get("MEGASCALE_COORDINATOR_ADDRESS")):
     return
   import jax
 
-  if not jax.distributed.is_initialized():
-    jax.distributed.initialize()
+  if jax.distributed.is_initialized():
+    return
+  try:
+    known = {argument: int(os.environ[name]) for argument, name in
+             (("num_processes", "JAX_NUM_PROCESSES"), ("process_id", "JAX_PROCESS_ID")) if name in os.environ}
+    jax.distributed.initialize(**known)
+  except (ValueError, TypeError) as e:
+    raise ConfigError(f"JAX_COORDINATOR_ADDRESS={os.environ.get('JAX_COORDINATOR_ADDRESS')}: the hosts cannot be joined "
+                      f"({e}); set JAX_NUM_PROCESSES, and JAX_PROCESS_ID of each, 0 for the coordinator") from e
 
 
 def check_mesh(config, placement) -> None:

@@ -14,10 +14,11 @@ import jax
 import numpy as np
 import pytest
 
-from MaxText import convert_checkpoint, decode, train
+from MaxText import convert_checkpoint, decode, encode_dataset, train
 from MaxText.checkpoints.folder import open_folder
 from MaxText.input_pipeline import synthetic
 from MaxText.training import metrics
+from MaxText.video_io import write_video
 
 PIPE = pathlib.Path(__file__).parent.parent / "golden" / "pipelines" / "one_expert" / "pipe"
 SIZE = ["height=32", "width=32", "num_frames=5"]
@@ -225,6 +226,46 @@ def test_profile_and_evaluation_are_written_when_asked(tmp_path):
   assert len(list((made / "profile").rglob("*.xplane.pb"))) == 1
   evaluations = [line for line in lines(made) if "eval_loss" in line]
   assert [line["step"] for line in evaluations] == [2, 3] and len(evaluations[0]["eval_loss_by_noise_level"]) == 4
+
+
+def test_both_experts_are_trained_and_sampled_from(tmp_path):
+  """The run of the second expert starts from the checkpoint of the first, and decode takes both from there."""
+  pipe = PIPE.parent.parent / "two_experts" / "pipe"
+  high = run(tmp_path, "high", "steps=1", f"load_parameters_path={pipe}", "train_expert=high_noise", "learning_rate=0.01")
+  high = high / "checkpoints" / "1"
+  low = run(tmp_path, "low", "steps=1", f"load_parameters_path={high}", "train_expert=low_noise", "learning_rate=0.01")
+  low = low / "checkpoints" / "1"
+  assert (high / "transformer").is_dir() and (low / "transformer_2").is_dir() and not (low / "transformer").exists()
+  neither, one, both = (latents_of(tmp_path, f"load_parameters_path={path}") for path in (pipe, high, low))
+  assert np.abs(one - neither).max() > 1e-3 and np.abs(both - one).max() > 1e-3
+
+
+@pytest.fixture(scope="module")
+def videos(tmp_path_factory):
+  """Three videos of moving squares with captions, and a file that is none."""
+  root, random = tmp_path_factory.mktemp("videos"), np.random.default_rng(0)
+  for n in range(3):
+    tiles = random.integers(0, 255, (12, 2, 2, 3), np.uint8)
+    write_video(root / f"{n}.mp4", tiles.repeat(16, axis=1).repeat(16, axis=2), 32, 32, 16)
+    (root / f"{n}.txt").write_text(f"a ball {'rolls ' * n}")
+  (root / "bad.mp4").touch()
+  (root / "bad.txt").write_text("nothing")
+  return root
+
+
+def test_raw_videos_train_as_their_shards_do(tmp_path, videos, capsys):
+  shards, clips = tmp_path / "shards", [f"video_directory={videos}", "clips_per_video=2"]
+  assert encode_dataset.main([
+    "configs/train_video.yml", f"load_parameters_path={PIPE}", *SIZE, *clips, f"dataset_path={shards}",
+    "log_format=quiet"]) == 0
+  common = ["global_batch_size=2", "text_dropout=0.5", "checkpoint_period=2"]
+  encoded = run(tmp_path, "encoded", "steps=4", "dataset_type=latents", f"dataset_path={shards}", *common)
+  on_the_fly = run(tmp_path, "video", "steps=4", "dataset_type=video", *clips, *common)
+  assert "bad.mp4" in capsys.readouterr().out
+  assert losses(on_the_fly) == pytest.approx(losses(encoded), rel=1e-4) and len(losses(encoded)) == 4
+  before = losses(on_the_fly)
+  shutil.rmtree(on_the_fly / "checkpoints" / "4")
+  assert losses(run(tmp_path, "video", "steps=4", "dataset_type=video", *clips, *common)) == before
 
 
 @pytest.mark.devices(4)
