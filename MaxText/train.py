@@ -52,6 +52,7 @@ def main(argv: list[str]) -> None:
     sharding.check_sharded_enough(template.abstract_state(template.variables), placement, config.sharding_tolerance)
     iterator = make_iterator(config, placement, "train")
   checkpoints = checkpointing.Checkpoints(config, template)
+  sample_videos = make_samples(config, template, checkpoints.run, reporter)
   with reporter.stage("load"):
     start = checkpoints.start(optimizer, placement, iterator)
     empty_text_TE = empty_text(config, placement)
@@ -69,8 +70,7 @@ def main(argv: list[str]) -> None:
   train_step = step.jit_train_step(template, optimizer, recipe, abstract, placement)
   eval_step = step.jit_eval_step(template, recipe, config.eval_buckets, placement)
   main_process = jax.process_index() == 0
-  lines = metrics.MetricsFile(
-    checkpoints.run / "metrics.jsonl" if config.write_metrics and main_process else None, completed)
+  lines = metrics.RunMetrics(config, checkpoints.run, completed)
   profile = Profile(config, checkpoints.run, completed)
   schedule = state.learning_rate(config)
 
@@ -109,6 +109,11 @@ def main(argv: list[str]) -> None:
           reporter.info(f"eval step: {completed}, loss: {sum(losses) / len(losses):.6f}, "
                         f"by noise level {recipe.levels.low:g} to {recipe.levels.high:g}: {buckets}")
           lines.write(step=completed, eval_loss=sum(losses) / len(losses), eval_loss_by_noise_level=losses)
+        last = time.perf_counter()
+
+      if sample_videos is not None and sample_videos.due(completed):
+        weights = train_state.weights if train_state.ema is None else train_state.ema
+        sample_videos.write(completed, weights, kept)
         last = time.perf_counter()
 
       stop = stop_asked(completed)
@@ -222,6 +227,16 @@ def evaluate(config, placement, eval_step, weights, kept) -> list[float]:
     for number in range(config.eval_steps)
   ]
   return np.mean(losses, axis=0).tolist()
+
+
+def make_samples(config, template, run: pathlib.Path, reporter: Reporter):
+  """What makes a sample video every sample_interval steps, its prompt already embedded; None for none."""
+  if not config.sample_interval:
+    return None
+  from MaxText.training.samples import Samples
+
+  with reporter.stage("text"), pyconfig.input_errors():
+    return Samples(config, template, run, reporter)
 
 
 class Profile:

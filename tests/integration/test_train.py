@@ -18,7 +18,7 @@ from MaxText import convert_checkpoint, decode, encode_dataset, train
 from MaxText.checkpoints.folder import open_folder
 from MaxText.input_pipeline import synthetic
 from MaxText.training import metrics
-from MaxText.video_io import write_video
+from MaxText.video_io import read_video, write_video
 
 PIPE = pathlib.Path(__file__).parent.parent / "golden" / "pipelines" / "one_expert" / "pipe"
 SIZE = ["height=32", "width=32", "num_frames=5"]
@@ -226,6 +226,37 @@ def test_profile_and_evaluation_are_written_when_asked(tmp_path):
   assert len(list((made / "profile").rglob("*.xplane.pb"))) == 1
   evaluations = [line for line in lines(made) if "eval_loss" in line]
   assert [line["step"] for line in evaluations] == [2, 3] and len(evaluations[0]["eval_loss_by_noise_level"]) == 4
+
+
+def test_tensorboard_and_sample_videos_are_written_when_asked(tmp_path):
+  sampling = ["prompt=a ball", "num_inference_steps=2", "guidance_scale=2", "seed=3"]
+  made = run(tmp_path, "run", "steps=3", EMA, "write_tensorboard=true", "sample_interval=2", "eval_interval=3", *sampling)
+  assert sorted(os.listdir(made / "samples")) == ["step_000002.mp4", "step_000003.mp4"]
+  assert decode.main([
+    "configs/video.yml", f"load_parameters_path={made / 'checkpoints' / '3'}", "log_format=quiet", *SIZE, *sampling,
+    "dtype=float32", f"base_output_directory={tmp_path}", "run_name=video"]) == 0
+  frames = read_video(made / "samples" / "step_000003.mp4").astype(int)
+  assert frames.shape == (5, 32, 32, 3) and np.abs(frames - read_video(tmp_path / "video" / "video.mp4")).max() <= 4
+  assert np.abs(frames - read_video(made / "samples" / "step_000002.mp4")).max() > 0
+  told = tensorboard_scalars(made / "tensorboard")
+  assert {step: told["loss", step] for step in (1, 2, 3)} == pytest.approx(losses(made))
+  evaluation = next(line for line in lines(made) if "eval_loss" in line)["eval_loss_by_noise_level"]
+  assert [told[f"eval_loss_by_noise_level/{i}", 3] for i in range(4)] == pytest.approx(evaluation)
+
+
+def tensorboard_scalars(folder):
+  """(name, step) → value of the event files: records of a length, its checksum, an Event, its checksum."""
+  from tensorboardX.proto.event_pb2 import Event
+
+  found = {}
+  for path in folder.iterdir():
+    content, place = path.read_bytes(), 0
+    while place < len(content):
+      length = int.from_bytes(content[place:place + 8], "little")
+      event = Event.FromString(content[place + 12:place + 12 + length])
+      found |= {(value.tag, event.step): value.simple_value for value in event.summary.value}
+      place += length + 16
+  return found
 
 
 def test_both_experts_are_trained_and_sampled_from(tmp_path):
