@@ -306,8 +306,13 @@ def _weights(facts: Facts) -> Iterator[str]:
   c = facts.config
   if c.load_parameters_path is not None and c.init_random_weights:
     yield "load_parameters_path and init_random_weights=true are both set: keep the weights, or ask for random ones"
-  if c.load_parameters_path is None and facts.command == "convert_checkpoint":
-    yield "load_parameters_path is missing: give the folder to convert"
+  if c.load_parameters_path is None and facts.command == "convert_checkpoint" and not c.init_random_weights:
+    yield ("load_parameters_path is missing: give the folder to convert, or init_random_weights=true for a new model of "
+           "random weights")
+  elif c.init_random_weights and facts.command == "convert_checkpoint" and c.tokenizer_path is None:
+    yield "tokenizer_path is missing: give the folder that train_tokenizer wrote; the new model reads prompts with it"
+  elif c.tokenizer_path is not None and facts.command == "convert_checkpoint" and not c.init_random_weights:
+    yield "tokenizer_path: would do nothing without init_random_weights=true; the folder has a tokenizer of its own"
   elif c.converted_path is None and facts.command == "convert_checkpoint":
     yield "converted_path is missing: name the folder to write"
   elif c.load_parameters_path is None and not c.init_random_weights and facts.command == "decode":

@@ -170,6 +170,10 @@ class Settings(pydantic.BaseModel):
   debug_sharding: bool = _key("mesh", False, "print the sharding of every parameter")
 
   # --- training
+  train_target: Literal["dit", "text", "vae"] = _key("training", "dit",
+    "what is trained: the transformer; transformer and text encoder together; or the VAE, by reconstruction")
+  vae_kl_weight: NonNegative = _key("training", 1e-6,
+    "weight of the VAE's divergence from a normal distribution, beside the mean absolute error of a pixel")
   steps: Count = _key("training", 1000, "optimizer steps of the whole run, those before a restart included")
   global_batch_size: Count = _key("training", 1, "samples of one optimizer step, over all devices")
   gradient_accumulation_steps: Count = _key("training", 1, "parts that a batch is worked through in, one after the other")
@@ -226,11 +230,15 @@ class Settings(pydantic.BaseModel):
   clips_per_shard: Count = _key("data", 64, "clips in one shard")
   tokenizer_path: str | None = _key("data", None, "the folder that train_tokenizer writes spiece.model to")
   tokenizer_vocab_size: Annotated[int, at.Ge(16)] = _key("data", 8000, "most pieces that train_tokenizer learns")
+  tokenizer_max_length: Annotated[int, at.Ge(2), at.Le(512)] = _key("data", 512,
+    "tokens that prompts are padded to and cut at by the models that use what train_tokenizer learns")
 
   # --- conversion
   convert_to: Literal["orbax", "diffusers"] = _key("conversion", "orbax",
     "our checkpoint, or a Diffusers folder")
   converted_path: str | None = _key("conversion", None, "the folder that convert_checkpoint writes")
+  converted_dtype: FloatName | None = _key("conversion", None,
+    "type of the written matrices, embeddings and convolutions; null keeps every weight as it is stored")
 
   # --- architecture: the transformer
   patch_size: tuple[Count, Count, Count] = _key("architecture", (1, 2, 2),

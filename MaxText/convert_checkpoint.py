@@ -3,9 +3,11 @@
   python -m MaxText.convert_checkpoint configs/video.yml load_parameters_path=FOLDER converted_path=CHECKPOINT
 
 convert_to=orbax makes our checkpoint of a Diffusers folder or an original release. convert_to=diffusers writes a
-Diffusers folder of an Orbax checkpoint or an original release. Weights keep their types, so that a model converted there
-and back is bit-equal. The result appears under its name only when it is whole. Needs as much memory as the largest part
-of the model.
+Diffusers folder of an Orbax checkpoint, a checkpoint of a training run, or an original release. Weights keep their types
+(converted_dtype=bfloat16 rounds the matrices), so that a model converted there and back is bit-equal.
+init_random_weights=true in place of load_parameters_path writes a new model of random weights around the tokenizer in
+tokenizer_path, which training can start from. The result appears under its name only when it is whole. Needs as much
+memory as the largest part of the model.
 """
 
 from __future__ import annotations
@@ -26,11 +28,14 @@ from MaxText.reporter import Reporter
 def main(argv: list[str]) -> None:
   config = pyconfig.initialize(argv, "convert_checkpoint")
   reporter = Reporter(config.log_format)
-  from MaxText.checkpoints import export  # imports jax: only once the configuration is right
+  from MaxText.checkpoints import export, random_folder  # imports jax: only once the configuration is right
   from MaxText.checkpoints.folder import open_folder
 
-  with pyconfig.input_errors(f"load_parameters_path={config.load_parameters_path}"):
-    folder = open_folder(config.load_parameters_path)
+  if config.init_random_weights:
+    folder = random_folder.make(config)
+  else:
+    with pyconfig.input_errors(f"load_parameters_path={config.load_parameters_path}"):
+      folder = open_folder(config.load_parameters_path)
   output = os.path.realpath(os.path.expanduser(config.converted_path))
   check_output(folder, output, config.convert_to)
 
@@ -39,9 +44,9 @@ def main(argv: list[str]) -> None:
   report = progress_reporter(reporter)
   with reporter.stage("convert"), removed_on_failure(partial):
     if config.convert_to == "orbax":
-      export.write_orbax(folder, partial, report)
+      export.write_orbax(folder, partial, report, config.converted_dtype)
     else:
-      export.write_diffusers(folder, partial, config.flow_shift, report)
+      export.write_diffusers(folder, partial, config.flow_shift, report, config.converted_dtype)
   if os.path.isdir(output):
     os.rmdir(output)  # empty, as checked; fails if that has changed
   os.rename(partial, output)

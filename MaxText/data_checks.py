@@ -18,7 +18,8 @@ _SOURCES = {
 }
 _COMMANDS = {
   "encode_dataset": _CLIPS | {"dataset_path", "dataset_dtype", "clips_per_shard"},
-  "train_tokenizer": frozenset({"video_directory", "tokenizer_path", "tokenizer_vocab_size"}),
+  "train_tokenizer": frozenset({"video_directory", "tokenizer_path", "tokenizer_vocab_size", "tokenizer_max_length"}),
+  "convert_checkpoint": frozenset({"tokenizer_path"}),
 }
 _VIDEOS = {"video_directory": "a folder of videos with captions"}
 _NEEDED = {

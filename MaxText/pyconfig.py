@@ -78,6 +78,13 @@ class Config(Settings):
     return frames * rows * columns
 
   @property
+  def text_length(self) -> int:
+    """T, tokens of a prompt that the transformer reads, padding included."""
+    from MaxText.models.tokenizer import MAX_LENGTH, text_length
+
+    return MAX_LENGTH if self._folder is None else text_length(os.path.dirname(self._folder.tokenizer_path))
+
+  @property
   def guidance_scales(self) -> tuple[float, ...]:
     """Guidance of each expert, high noise first."""
     scale = self.guidance_scale

@@ -55,7 +55,7 @@ def main(argv: list[str]) -> None:
   sample_videos = make_samples(config, template, checkpoints.run, reporter)
   with reporter.stage("load"):
     start = checkpoints.start(optimizer, placement, iterator)
-    empty_text_TE = empty_text(config, placement)
+    empty = empty_prompt(config, placement)
   train_state, kept = start.state, start.kept
   completed = int(train_state.step)
   reporter.info(f"step {completed} of {config.steps}: {start.origin}")
@@ -65,8 +65,9 @@ def main(argv: list[str]) -> None:
 
   # --- programs
   recipe = step.make_recipe(config, placement)
-  reporter.info(f"attention: {recipe.attention.describe()}")
-  abstract = state.abstract_state(template, optimizer, placement, ema=config.ema_decay > 0)
+  if config.train_target != "vae":
+    reporter.info(f"attention: {recipe.objective.attention.describe()}")
+  abstract = state.make_abstract_state(config, template, optimizer, placement)
   train_step = step.jit_train_step(template, optimizer, recipe, abstract, placement)
   eval_step = step.jit_eval_step(template, recipe, config.eval_buckets, placement)
   main_process = jax.process_index() == 0
@@ -82,7 +83,7 @@ def main(argv: list[str]) -> None:
       profile.before(completed)
       with jax.set_mesh(placement.mesh):
         batch = global_batch(next(iterator), placement)
-        train_state, values = train_step(train_state, kept, batch, empty_text_TE)
+        train_state, values = train_step(train_state, kept, batch, empty)
       values = {key: float(value) for key, value in values.items()}  # waits for the step
       completed += 1
       now = time.perf_counter()
@@ -105,10 +106,14 @@ def main(argv: list[str]) -> None:
         with jax.set_mesh(placement.mesh):
           losses = evaluate(config, placement, eval_step, weights, kept)
         if main_process:
-          buckets = ", ".join(f"{loss:.6f}" for loss in losses)
-          reporter.info(f"eval step: {completed}, loss: {sum(losses) / len(losses):.6f}, "
-                        f"by noise level {recipe.levels.low:g} to {recipe.levels.high:g}: {buckets}")
-          lines.write(step=completed, eval_loss=sum(losses) / len(losses), eval_loss_by_noise_level=losses)
+          mean, parts = sum(losses) / len(losses), {}
+          line = f"eval step: {completed}, loss: {mean:.6f}"
+          if config.train_target != "vae":
+            levels = recipe.objective.levels
+            parts = {"eval_loss_by_noise_level": losses}
+            line += f", by noise level {levels.low:g} to {levels.high:g}: {', '.join(f'{loss:.6f}' for loss in losses)}"
+          reporter.info(line)
+          lines.write(step=completed, eval_loss=mean, **parts)
         last = time.perf_counter()
 
       if sample_videos is not None and sample_videos.due(completed):
@@ -177,7 +182,7 @@ def check_mesh(config, placement) -> None:
       f"{' or '.join(map(str, fits))}, or spread devices over ici_context_parallelism")
   if config.global_batch_size % jax.process_count():
     raise ConfigError(f"global_batch_size={config.global_batch_size}: does not divide over {jax.process_count()} hosts")
-  if placement.mesh.size > 1:
+  if placement.mesh.size > 1 and config.train_target != "vae":
     check_parallel(
       strategy=config.context_parallel_strategy, num_heads=config.num_heads, num_frames=config.num_frames,
       height=config.height, width=config.width, placement=placement)
@@ -197,26 +202,34 @@ def global_batch(local: dict[str, Any], placement) -> dict[str, Any]:
   return {key: place(array) for key, array in local.items()}
 
 
-def empty_text(config, placement):
-  """Embedding [T, E] of the empty prompt, which decode's unconditional half reads too; zeros where no text is dropped."""
+def empty_prompt(config, placement) -> dict[str, Any]:
+  """The empty prompt, which takes the place of dropped texts and which decode's unconditional half reads too.
+
+  {"text": float32 [t, E]}, or {"ids": int32 [t], "mask": bool [t]} where the text encoder is trained; zeros where there
+  is no text to drop.
+  """
   import jax
   import numpy as np
 
-  value = np.zeros((1, config.text_dim), np.float32)
-  if config.text_dropout and config.dataset_type == "latents":
+  value = {"text": np.zeros((1, config.text_dim), np.float32)}
+  if config.train_target == "text":
+    from MaxText.models.tokenizer import EOS_ID
+
+    value = {"ids": np.array([EOS_ID], np.int32), "mask": np.ones(1, bool)}  # the end token alone
+  elif config.text_dropout and config.train_target == "dit" and config.dataset_type == "latents":
     from MaxText.input_pipeline.records import open_dataset
 
     with pyconfig.input_errors(f"dataset_path={config.dataset_path}"):
-      value = open_dataset(config.dataset_path).empty_text()
-  elif config.text_dropout and config.dataset_type == "video":
+      value = {"text": open_dataset(config.dataset_path).empty_text().astype(np.float32)}
+  elif config.text_dropout and config.train_target == "dit" and config.dataset_type == "video":
     from MaxText.input_pipeline.encode import Encoders
 
-    value = Encoders(config).texts([""])[""]
-  return jax.device_put(np.asarray(value, np.float32), placement.replicated)
+    value = {"text": Encoders(config).texts([""])[""].astype(np.float32)}
+  return jax.device_put(value, placement.replicated)
 
 
 def evaluate(config, placement, eval_step, weights, kept) -> list[float]:
-  """Mean loss over eval_steps batches, in each part of the noise levels."""
+  """Mean loss over eval_steps batches, in each part of the noise levels; for the VAE one number."""
   import numpy as np
 
   from MaxText.input_pipeline import make_iterator

@@ -2,12 +2,14 @@
 
   python -m MaxText.train_tokenizer configs/train_video.yml video_directory=VIDEOS tokenizer_path=tokenizer
 
-Writes {tokenizer_path}/spiece.model, numbered as T5's vocabularies: padding 0, end 1, unknown 2. Texts are cleaned as
+Writes {tokenizer_path}/spiece.model, numbered as T5's vocabularies: padding 0, end 1, unknown 2; and
+tokenizer_config.json, which tells the length that prompts are padded to. Texts are cleaned as
 prompts are, and every byte has a piece, so that no text is unknown. It belongs to a text encoder that is trained with it.
 """
 
 from __future__ import annotations
 
+import json
 import pathlib
 import re
 import shutil
@@ -32,14 +34,18 @@ def main(argv: list[str]) -> None:
     raise ConfigError(f"tokenizer_path={config.tokenizer_path}: exists and is not empty; name a new folder")
   videos, _ = find_videos(config.video_directory)
   with reporter.stage("train"):
-    size = train([video.caption for video in videos], output, config.tokenizer_vocab_size)
+    size = train([video.caption for video in videos], output, config.tokenizer_vocab_size, config.tokenizer_max_length)
   if size < config.tokenizer_vocab_size:
     reporter.warn(f"tokenizer_vocab_size={config.tokenizer_vocab_size}: {len(videos)} captions give only {size} pieces")
   reporter.info(f"wrote {output / MODEL}: {size} pieces from {len(videos)} captions")
 
 
-def train(captions: list[str], output: pathlib.Path, vocab_size: int) -> int:
+def train(captions: list[str], output: pathlib.Path, vocab_size: int, max_length: int) -> int:
   """Learns at most vocab_size pieces and writes them; the folder appears only when it is whole.
+
+  Args:
+    captions: what to learn from. output: the new folder. vocab_size: most pieces.
+    max_length: tokens that prompts are padded to and cut at.
 
   Returns:
     The number of pieces.
@@ -69,6 +75,10 @@ def train(captions: list[str], output: pathlib.Path, vocab_size: int) -> int:
   except OSError as error:
     raise ConfigError(f"tokenizer_path={output}: cannot be written ({error.strerror or error})") from None
   (partial / pathlib.Path(MODEL).with_suffix(".vocab").name).unlink()
+  # Names and numbers that transformers' T5 tokenizer reads; without sentinels the pieces are the whole vocabulary.
+  declared = {"tokenizer_class": "T5Tokenizer", "model_max_length": max_length, "extra_ids": 0, "pad_token": "<pad>",
+              "eos_token": "</s>", "unk_token": "<unk>"}
+  (partial / "tokenizer_config.json").write_text(json.dumps(declared, indent=2) + "\n")
   if output.is_dir():
     output.rmdir()  # empty, as checked
   partial.rename(output)

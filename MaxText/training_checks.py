@@ -33,10 +33,32 @@ def check_training(facts: Facts) -> Iterator[str]:
   unread = (set(config_types.keys_of("sampling")) - _READ - sampling) | _UNREAD_RUN
   for key in sorted(facts.user_keys & unread):
     yield f"{key}: train does not read it; " + _INSTEAD.get(key, "leave it out")
+  yield from _target(facts)
   yield from _model(facts)
   yield from _batch(facts)
   yield from _idle(facts)
   yield from _samples(facts)
+
+
+def _target(facts: Facts) -> Iterator[str]:
+  c = facts.config
+  if c.train_target == "vae":
+    if c.dataset_type == "latents":
+      yield "dataset_type=latents: the VAE is trained on videos; use dataset_type=video video_directory=FOLDER"
+    for key in ("text_dropout", "timestep_sampling", "flow_shift", "train_expert"):
+      if key in facts.user_keys:
+        yield f"{key}: would do nothing, train_target=vae has no noise levels, texts or experts; leave it out"
+  elif "vae_kl_weight" in facts.user_keys:
+    yield "vae_kl_weight: would do nothing without train_target=vae; add it, or leave this out"
+  if c.train_target == "text" and c.dataset_type != "synthetic" and c.load_parameters_path is None \
+     and c.load_full_state_path is None:
+    yield ("train_target=text: needs load_parameters_path, because captions are read by a model's tokenizer; "
+           "convert_checkpoint makes a folder of random weights around a new tokenizer")
+  if c.train_target != "dit" and c.lora_rank:
+    yield f"lora_rank={c.lora_rank}: a LoRA is made of the transformer alone; use train_target=dit, or leave it out"
+  if c.train_target == "text" and c.num_experts == 2:
+    yield ("train_target=text: both experts read the same text encoder, and one is trained at a time; use "
+           "train_target=dit for models with two experts")
 
 
 def _model(facts: Facts) -> Iterator[str]:
@@ -87,6 +109,10 @@ def _idle(facts: Facts) -> Iterator[str]:
 def _samples(facts: Facts) -> Iterator[str]:
   c = facts.config
   if not c.sample_interval:
+    return
+  if c.train_target == "vae":
+    yield (f"sample_interval={c.sample_interval}: train_target=vae makes no videos of prompts; leave it out, and set "
+           "eval_interval to see how well videos are reconstructed")
     return
   if c.prompt is None:
     yield f'sample_interval={c.sample_interval}: give prompt="…", what the sample videos show'

@@ -38,7 +38,7 @@ class Folder:
     tokenizer_path: the sentencepiece model.
     stored: component -> table row -> where its numbers lie; empty for Orbax, which keeps its own index.
     configs: the folder's own JSON files for export: 'model_index', 'transformer', 'vae', 'text_encoder', 'scheduler'.
-    base, trained: of a training checkpoint: the folder that training started from, and the component that was trained;
+    base, trained: of a training checkpoint: the folder that training started from, and the components that were trained;
       the others are read from `base`.
   """
 
@@ -54,7 +54,7 @@ class Folder:
   stored: Mapping[str, Mapping[names.Tensor, StoredTensor]] = dataclasses.field(repr=False)
   configs: Mapping[str, Mapping[str, Any]] = dataclasses.field(repr=False)
   base: Folder | None = None
-  trained: str | None = None
+  trained: tuple[str, ...] = ()
 
   @property
   def components(self) -> tuple[str, ...]:

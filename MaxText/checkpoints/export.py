@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from MaxText.checkpoints import diffusers_folder, names, orbax_folder, tensor_files, training_folder
@@ -30,20 +31,34 @@ def stored_dtypes(folder: Folder, component: str) -> dict[str, np.dtype]:
   """Diffusers name -> type in which the folder holds each tensor."""
   rows = names.tensors(component, folder.architecture(component))
   if folder.base is not None:
-    if component != folder.trained:
+    if component not in folder.trained:
       return stored_dtypes(folder.base, component)
-    leaves = training_folder.leaf_dtypes(folder)
+    leaves = training_folder.leaf_dtypes(folder, component)
     return {row.name: leaves[row.path] for row in rows}
+  if folder.format == "random":
+    return {row.name: np.dtype(np.float32) for row in rows}
   if folder.format == "orbax":
     leaves, exceptions = orbax_folder.leaf_dtypes(folder, component), orbax_folder.stored_dtypes(folder, component)
     return {row.name: exceptions.get(row.name, leaves[row.path]) for row in rows}
   return {row.name: folder.stored[component][row].dtype for row in rows}
 
 
-def _load_as_stored(folder: Folder, component: str, progress: Progress | None) -> dict[str, jax.Array]:
-  """All leaves of a component on the host. Layers stored in different types share the wider one, which is exact."""
+def written_dtypes(folder: Folder, component: str, dtype: str | None) -> dict[str, np.dtype]:
+  """Diffusers name -> type in which each tensor is written; `dtype` is that of matrices, None for the stored one."""
+  stored = stored_dtypes(folder, component)
+  if dtype is None:
+    return stored
+  rounded = (".kernel", ".embedding")
+  return {row.name: np.dtype(jnp.dtype(dtype)) if row.path.endswith(rounded) and "condition_embedder.time" not in row.path
+          else stored[row.name] for row in names.tensors(component, folder.architecture(component))}
+
+
+def _load(
+  folder: Folder, component: str, dtypes: Mapping[str, np.dtype], progress: Progress | None
+) -> dict[str, jax.Array]:
+  """All leaves of a component on the host. Layers written in different types share the wider one, which is exact."""
   host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-  rows, dtypes = names.tensors(component, folder.architecture(component)), stored_dtypes(folder, component)
+  rows = names.tensors(component, folder.architecture(component))
   wide: dict[str, np.dtype] = {}
   for row in rows:
     wide[row.path] = np.promote_types(wide.get(row.path, dtypes[row.name]), dtypes[row.name])
@@ -53,21 +68,22 @@ def _load_as_stored(folder: Folder, component: str, progress: Progress | None) -
   return load_leaves(folder, component, targets, report)
 
 
-def write_orbax(folder: Folder, path: str, progress: Progress | None = None):
+def write_orbax(folder: Folder, path: str, progress: Progress | None = None, dtype: str | None = None):
   """Writes one of our checkpoints into the new folder `path`.
 
   Args:
     folder: what to convert.
     path: a folder that does not exist.
     progress: called with (component, bytes read, bytes in all).
+    dtype: of matrices; None keeps the stored types.
   """
   os.makedirs(path)
   leaves, exceptions = {}, {}
   for component in folder.components:
-    arrays = _load_as_stored(folder, component, progress)
+    dtypes = written_dtypes(folder, component, dtype)
+    arrays = _load(folder, component, dtypes, progress)
     orbax_folder.save_component(os.path.join(path, component), arrays)
     leaves[component] = {name: (array.dtype, array.shape) for name, array in arrays.items()}
-    dtypes = stored_dtypes(folder, component)
     exceptions[component] = {
       row.name: dtypes[row.name] for row in names.tensors(component, folder.architecture(component))
       if dtypes[row.name] != arrays[row.path].dtype
@@ -76,7 +92,9 @@ def write_orbax(folder: Folder, path: str, progress: Progress | None = None):
   orbax_folder.write_description(path, folder, leaves, exceptions)
 
 
-def write_diffusers(folder: Folder, path: str, flow_shift: float, progress: Progress | None = None):
+def write_diffusers(
+  folder: Folder, path: str, flow_shift: float, progress: Progress | None = None, dtype: str | None = None
+):
   """Writes a Diffusers folder into the new folder `path`: weights, configs, scheduler and tokenizer.
 
   Args:
@@ -84,13 +102,14 @@ def write_diffusers(folder: Folder, path: str, flow_shift: float, progress: Prog
     path: a folder that does not exist.
     flow_shift: what the scheduler gets; the configuration's, which is the folder's own unless the user gave another.
     progress: called with (component, bytes read, bytes in all).
+    dtype: of matrices; None keeps the stored types.
   """
   os.makedirs(path)
   write_configs(folder, path, flow_shift)
   shutil.copytree(os.path.dirname(folder.tokenizer_path), os.path.join(path, "tokenizer"))
   for component in folder.components:
-    arrays = _load_as_stored(folder, component, progress)
-    rows, dtypes = names.tensors(component, folder.architecture(component)), stored_dtypes(folder, component)
+    rows, dtypes = names.tensors(component, folder.architecture(component)), written_dtypes(folder, component, dtype)
+    arrays = _load(folder, component, dtypes, progress)
     write_shards(os.path.join(path, component), diffusers_folder.STEMS[component], rows, arrays, dtypes)
     del arrays
 

@@ -6,7 +6,15 @@ import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from MaxText.checkpoints import contents, diffusers_folder, names, orbax_folder, original_folder, training_folder
+from MaxText.checkpoints import (
+  contents,
+  diffusers_folder,
+  names,
+  orbax_folder,
+  original_folder,
+  random_folder,
+  training_folder,
+)
 from MaxText.checkpoints.contents import Folder
 
 if TYPE_CHECKING:
@@ -110,9 +118,11 @@ def load_leaves(
   if wrong:
     raise ValueError(contents.listed(f"the {component} to load differs from {folder.path}", wrong))
   if folder.base is not None:
-    if component == folder.trained:
-      return training_folder.restore(folder, targets, progress)
+    if component in folder.trained:
+      return training_folder.restore(folder, component, targets, progress)
     return load_leaves(folder.base, component, targets, progress)
+  if folder.format == "random":
+    return random_folder.leaves(folder, component, targets)
   if folder.format == "orbax":
     return orbax_folder.restore(folder, component, targets, progress)
   return loading.read_into(rows, folder.stored[component], targets, progress)

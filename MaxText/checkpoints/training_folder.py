@@ -1,11 +1,11 @@
 """One checkpoint of a training run, opened as weights: what decode and convert_checkpoint read.
 
-    model/                 description: architecture, which component was trained, its leaves, the folder it started from
-    transformer/ …         the trained weights (Orbax, one array a leaf, named by its dotted path), float32
-    ema/                   their average, where the run keeps one; it is then what is sampled from
+    model/                 description: the trained components, their architecture and leaves, the folder it started from
+    transformer/ …         weights of each trained component (Orbax, one array a leaf, named by its dotted path), float32
+    transformer_ema/ …     their average, where the run keeps one; it is then what is sampled from
     optimizer/ iterator/   for continuing
 
-What was not trained (VAE, text encoder, tokenizer, the other expert) is read from the folder that training started from.
+What was not trained (tokenizer, other components) is read from the folder that training started from.
 Orbax gives the folder its name when it is whole. Nothing here imports JAX before weights are read.
 """
 
@@ -24,9 +24,14 @@ from MaxText.checkpoints.contents import Folder, read_json
 if TYPE_CHECKING:
   import jax
 
-VERSION = 1
-MODEL, EMA, OPTIMIZER, ITERATOR = "model", "ema", "optimizer", "iterator"
+VERSION = 2
+MODEL, OPTIMIZER, ITERATOR = "model", "optimizer", "iterator"
 _DESCRIPTION = os.path.join(MODEL, "metadata")  # as Orbax names a JSON item
+
+
+def average_of(component: str) -> str:
+  """The item that holds the average of a component's weights."""
+  return f"{component}_ema"
 
 
 def is_training(path: str) -> bool:
@@ -65,42 +70,53 @@ def open_training(path: str, open_folder: Callable[[str], Folder]) -> Folder:
     raise ValueError(f"{path} holds a LoRA: use load_parameters_path={base or 'the weights it was trained on'} "
                      "lora_path=RUN/lora.safetensors")
   if base is None:
-    raise ValueError(f"{path} was trained from random weights, so it has no VAE, text encoder or tokenizer to make "
-                     "videos with; train with load_parameters_path=FOLDER")
+    raise ValueError(f"{path} was trained from random weights, so parts that videos are made with are "
+                     "missing; train with load_parameters_path=FOLDER, which convert_checkpoint can make of random "
+                     "weights")
   try:
     folder = open_folder(base)
   except ValueError as e:
     raise ValueError(f"{path} takes its VAE and text encoder from {base}, where training started; it cannot be opened: "
                      f"{e}") from e
-  component = description["component"]
-  expected = names.leaf_shapes(names.tensors(component, folder.wan))
-  found = {name: tuple(shape) for name, (_, shape) in description["leaves"].items()}
-  wrong = [f"{name}: {found.get(name, 'missing')}, expected {expected.get(name, 'no such parameter')}"
-           for name in sorted(expected.keys() | found.keys()) if expected.get(name) != found.get(name)]
-  if wrong:
-    raise ValueError(contents.listed(f"{path} does not fit {base}, where training started", wrong))
-  return dataclasses.replace(folder, path=path, format="training", stored={}, base=folder, trained=component)
+  found = {}
+  for component, entry in description["components"].items():
+    expected = names.leaf_shapes(names.tensors(component, folder.architecture(component)))
+    shapes = {name: tuple(shape) for name, (_, shape) in entry["leaves"].items()}
+    wrong = [f"{component}.{name}: {shapes.get(name, 'missing')}, expected {expected.get(name, 'no such parameter')}"
+             for name in sorted(expected.keys() | shapes.keys()) if expected.get(name) != shapes.get(name)]
+    if wrong:
+      raise ValueError(contents.listed(f"{path} does not fit {base}, where training started", wrong))
+  trained = tuple(description["components"])
+  if "vae" in trained:
+    statistics = {key: description["components"]["vae"]["architecture"][key] for key in ("latents_mean", "latents_std")}
+    found = {"vae": dataclasses.replace(folder.vae, **statistics),
+             "configs": {**folder.configs, "vae": {**folder.configs.get("vae", {}), **statistics}}}
+  return dataclasses.replace(folder, path=path, format="training", stored={}, base=folder, trained=trained, **found)
 
 
-def weights_directory(folder: Folder) -> str:
-  """The item whose numbers are the model: the average where there is one."""
-  return EMA if os.path.isdir(os.path.join(folder.path, EMA)) else folder.trained
+def weights_directory(folder: Folder, component: str) -> str:
+  """The item whose numbers are the component: the average where there is one."""
+  average = average_of(component)
+  return average if os.path.isdir(os.path.join(folder.path, average)) else component
 
 
-def leaf_dtypes(folder: Folder) -> dict[str, np.dtype]:
-  """Type of every trained leaf."""
-  return {path: np.dtype(dtype) for path, (dtype, _) in read_description(folder.path)["leaves"].items()}
+def leaf_dtypes(folder: Folder, component: str) -> dict[str, np.dtype]:
+  """Type of every leaf of a trained component."""
+  leaves = read_description(folder.path)["components"][component]["leaves"]
+  return {path: np.dtype(dtype) for path, (dtype, _) in leaves.items()}
 
 
-def restore(folder: Folder, targets: Mapping[str, jax.ShapeDtypeStruct], progress=None) -> dict[str, jax.Array]:
-  """The trained weights, or those of them that `targets` names, in its types and shardings.
+def restore(
+  folder: Folder, component: str, targets: Mapping[str, jax.ShapeDtypeStruct], progress=None
+) -> dict[str, jax.Array]:
+  """The weights of a trained component, or those of them that `targets` names, in its types and shardings.
 
   Raises:
     ValueError: the files are damaged.
   """
-  directory = os.path.join(os.path.abspath(folder.path), weights_directory(folder))
+  directory = os.path.join(os.path.abspath(folder.path), weights_directory(folder, component))
   try:
-    return orbax_folder.restore_leaves(directory, targets, leaf_dtypes(folder), progress)
+    return orbax_folder.restore_leaves(directory, targets, leaf_dtypes(folder, component), progress)
   except Exception as e:  # noqa: BLE001 - Orbax and TensorStore raise many kinds for files that are cut or gone
     raise ValueError(f"{directory} is damaged ({first_line(e)}); use another checkpoint of the run") from e
 

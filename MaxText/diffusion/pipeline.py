@@ -45,7 +45,7 @@ from MaxText.checkpoints import folder as folder_lib
 from MaxText.config_reader import user_path
 from MaxText.config_types import RunError
 from MaxText.diffusion import flow_matching, solvers
-from MaxText.models.tokenizer import MAX_LENGTH, Tokenizer
+from MaxText.models.tokenizer import Tokenizer
 from MaxText.models.umt5 import Umt5Encoder, encode_prompts
 from MaxText.models.vae import WanVae, decode_frames
 from MaxText.models.wan import WanTransformer
@@ -323,16 +323,23 @@ class VideoPipeline:
 
   # --- text
 
-  def encode_prompts(self, prompts: Sequence[str]) -> dict[str, np.ndarray]:
+  def _load_text_encoder(self) -> Umt5Encoder:
+    """The largest network: weights that are stored in bfloat16 stay so, since each layer is cast when it is used."""
+    stored = set(export.stored_dtypes(self.folder, "text_encoder").values())
+    weight_dtype = jnp.bfloat16 if stored == {np.dtype(jnp.bfloat16)} else self.dtypes["weight_dtype"]
+    dtypes = {**self.dtypes, "weight_dtype": weight_dtype}
+    return self._load("text_encoder", lambda: Umt5Encoder(self.config.umt5(), rngs=nnx.Rngs(0), **dtypes))
+
+  def encode_prompts(self, prompts: Sequence[str], encoder: Umt5Encoder | None = None) -> dict[str, np.ndarray]:
     """Embeddings [T, E] of each distinct text, and of the negative prompt where guidance needs it, on the host.
 
-    The text encoder is loaded for this and dropped again. Without weights there is no vocabulary either: the embeddings
+    Unless one is given, the text encoder is loaded for this and dropped again. Without weights there is no vocabulary either: the embeddings
     are then random numbers seeded by the text.
     """
     negative = [self.config.negative_prompt] if any(step.guided for step in self.steps) else []
     texts = list(dict.fromkeys([*prompts, *negative]))
     if self.folder is None:
-      shape = (MAX_LENGTH, self.config.text_dim)
+      shape = (self.config.text_length, self.config.text_dim)
       return {text: np.random.default_rng(list(text.encode())).standard_normal(shape, np.float32) for text in texts}
     tokenizer = Tokenizer(str(pathlib.Path(self.folder.tokenizer_path).parent))
     for text, dropped in zip(texts, tokenizer(texts).truncated, strict=True):
@@ -343,14 +350,11 @@ class VideoPipeline:
         )
     embedded: dict[str, np.ndarray] = {}
     with self._on_mesh():
-      # The largest network: weights that are stored in bfloat16 stay so, since each layer is cast when it is used.
-      stored = set(export.stored_dtypes(self.folder, "text_encoder").values())
-      weight_dtype = jnp.bfloat16 if stored == {np.dtype(jnp.bfloat16)} else self.dtypes["weight_dtype"]
-      dtypes = {**self.dtypes, "weight_dtype": weight_dtype}
-      encoder = self._load("text_encoder", lambda: Umt5Encoder(self.config.umt5(), rngs=nnx.Rngs(0), **dtypes))
+      encoder = encoder or self._load_text_encoder()
       for start in range(0, len(texts), PROMPTS_A_BATCH):
         group = texts[start : start + PROMPTS_A_BATCH]
-        values = np.asarray(encode_prompts(encoder, tokenizer, group)).astype(np.float32)
+        values = jax.device_put(encode_prompts(encoder, tokenizer, group), self.placement.replicated)
+        values = np.asarray(values).astype(np.float32)  # whole on every host
         embedded.update(zip(group, values, strict=True))
     for text, value in embedded.items():
       if not np.isfinite(value).all():

@@ -15,7 +15,6 @@ import numpy as np
 from flax import nnx
 
 from MaxText.attention.svg import accounting
-from MaxText.models.tokenizer import MAX_LENGTH
 from MaxText.models.umt5 import Umt5Encoder
 from MaxText.models.vae import WanVae
 from MaxText.models.wan import WanTransformer
@@ -61,7 +60,7 @@ def flops_saved(pipeline) -> float:
     pipeline.schedule.steps,
     config.token_grid,
     num_layers=wan.num_layers,
-    text_tokens=MAX_LENGTH,
+    text_tokens=config.text_length,
     width=wan.width,
     ffn_width=wan.ffn_dim,
     sink_frames=min(config.svg_sink_frames, config.token_grid[0]),
@@ -97,7 +96,7 @@ def estimate(pipeline, num_videos: int) -> list[str]:
   local_tokens = batch * config.num_tokens / min(batch, shape["data"]) / shape["context"]
   # One layer at a time: residual stream and its norm in float32, q, k, v and the output, and the MLP.
   bytes_a_token = 8 * wan.width + (4 * wan.width + wan.ffn_dim) * pipeline.dtypes["dtype"].itemsize
-  text = 2 * wan.num_layers * batch * MAX_LENGTH * wan.width * pipeline.dtypes["dtype"].itemsize
+  text = 2 * wan.num_layers * batch * config.text_length * wan.width * pipeline.dtypes["dtype"].itemsize
   gib = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in sizes.items())
   held = sum(size for name, size in sizes.items() if name not in ("text encoder", "VAE")) + text
   flops = total_flops(pipeline) * -(-num_videos // config.batch_size) * batch
@@ -114,7 +113,7 @@ def estimate(pipeline, num_videos: int) -> list[str]:
 def total_flops(pipeline) -> float:
   """FLOPs of all steps for one sample."""
   config, wan = pipeline.config, pipeline.config.wan()
-  attention, other = accounting.layer_flops(config.num_tokens, MAX_LENGTH, wan.width, wan.ffn_dim)
+  attention, other = accounting.layer_flops(config.num_tokens, config.text_length, wan.width, wan.ffn_dim)
   dense = len(pipeline.steps) * wan.num_layers * (attention + other)
   return dense * (1.0 - (flops_saved(pipeline) if pipeline.schedule is not None else 0.0))
 

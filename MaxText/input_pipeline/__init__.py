@@ -8,7 +8,8 @@ from typing import Any
 def make_iterator(config, placement: Any, split: str = "train"):
   """A Grain iterator over batches of this host's share of the global batch, numpy.
 
-  They hold "latents" [B, F, H, W, C] float32 and "text" [B, T, E], zeros past the prompt.
+  They hold what the objective of `train_target` reads: "latents" [B, F, H, W, C] float32 and "text" [B, T, E], zeros past
+  the prompt (dit); "latents", "ids" and "mask" [B, T] (text); "video" [B, frames, H, W, 3] uint8 (vae).
 
   Args:
     config: dataset_type says which source.
@@ -23,7 +24,9 @@ def make_iterator(config, placement: Any, split: str = "train"):
 
   if config.dataset_type == "latents":
     return grain_source.make_iterator(config, placement, split)
+  if config.train_target == "vae":
+    return grain_source.make_iterator(config, placement, split)
   from MaxText.input_pipeline.encode import Encoders
   from MaxText.input_pipeline.on_the_fly import encoding
 
-  return grain_source.make_iterator(config, placement, split, lambda: encoding(Encoders(config)))
+  return grain_source.make_iterator(config, placement, split, lambda: encoding(Encoders(config), config.train_target))

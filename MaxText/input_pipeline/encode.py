@@ -21,7 +21,7 @@ from flax import nnx
 
 from MaxText.checkpoints import export
 from MaxText.checkpoints import folder as folder_lib
-from MaxText.models.tokenizer import MAX_LENGTH, Tokenizer
+from MaxText.models.tokenizer import Tokenizer
 from MaxText.models.umt5 import Umt5Encoder, encode_prompts, jitted_encode
 from MaxText.models.vae import WanVae, encode_video
 from MaxText.parallel import mesh as mesh_lib
@@ -85,7 +85,7 @@ class Encoders:
     """
     distinct = list(dict.fromkeys(captions))
     if self.text_encoder is None:
-      shape = (MAX_LENGTH, self.config.text_dim)
+      shape = (self.config.text_length, self.config.text_dim)
       return {text: np.random.default_rng(list(text.encode())).standard_normal(shape, np.float32) for text in distinct}
     embedded: dict[str, np.ndarray] = {}
     with self._on_mesh():

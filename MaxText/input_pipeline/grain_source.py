@@ -26,7 +26,6 @@ from MaxText.input_pipeline import records
 from MaxText.input_pipeline.video_files import UnusableVideo
 from MaxText.parallel import sharding
 
-TEXT_LENGTH = 512  # tokens, padding included: what every Wan model was trained with
 _SEEDS = 2**32  # Grain's seeds are smaller than the configuration's
 
 Batch = dict[str, np.ndarray]
@@ -38,10 +37,10 @@ def make_iterator(
 ) -> grain.DatasetIterator:
   """Endless batches of this process's rows: shuffled anew every pass for 'train', always in the same order for 'eval'.
 
-  Yields, with B the rows of the global batch that this process's devices hold:
-    dataset_type=latents: {"latents": float32 [B, F, H, W, C], "text": float32 [B, 512, E]}, the text
-      zero past the prompt.
-    dataset_type=video: {"video": uint8 [B, T, H, W, 3], "ids": int32 [B, 512], "mask": bool [B, 512]}.
+  Yields, with B the rows of the global batch that this process's devices hold, and T the length of texts:
+    dataset_type=latents: {"latents": float32 [B, F, H, W, C], "text": float32 [B, T, E]}, the text zero past the prompt;
+      where the text encoder is trained, "ids" int32 and "mask" bool [B, T] of the caption in place of "text".
+    dataset_type=video: {"video": uint8 [B, frames, H, W, 3]}, and "ids" and "mask" unless the VAE is trained.
   Make global arrays of them with jax.make_array_from_process_local_data(placement.sharding(("batch", …), …), rows).
 
   Args:
@@ -113,10 +112,12 @@ def _latents(config, split: str) -> list[tuple[int, Reader]]:
     what = ("encode it with eval_fraction=0.05, or leave evaluation out" if split == "eval"
             else "all its clips are kept for evaluation; encode more videos")
     raise ConfigError(f"dataset_path={config.dataset_path}: holds no clips for {split}; {what}")
-  return [_shards(dataset.path, bucket.shards[split]) for bucket in dataset.buckets if bucket.count(split)]
+  tokenizer = _tokenizer(config) if config.train_target == "text" else None
+  return [_shards(config, dataset.path, bucket.shards[split], tokenizer)
+          for bucket in dataset.buckets if bucket.count(split)]
 
 
-def _shards(path: pathlib.Path, shards: Sequence[tuple[str, int]]) -> tuple[int, Reader]:
+def _shards(config, path: pathlib.Path, shards: Sequence[tuple[str, int]], tokenizer) -> tuple[int, Reader]:
   try:
     source = grain.sources.ArrayRecordDataSource([str(path / name) for name, _ in shards])
     count = len(source)
@@ -126,16 +127,25 @@ def _shards(path: pathlib.Path, shards: Sequence[tuple[str, int]]) -> tuple[int,
     raise ConfigError(f"dataset_path={path}: its shards hold {count} clips, {records.DATASET} says "
                       f"{sum(count for _, count in shards)}; copy the folder again")
 
+  length = config.text_length
+
   def read(number: int) -> Batch:
-    sample = records.unpack(source[number])
-    return {"latents": sample["latents"], "text": pad_text(sample["text"])}
+    record = source[number]
+    sample = records.unpack(record)
+    text = {"text": pad_text(sample["text"], length)} if tokenizer is None else _ids(tokenizer, records.caption(record))
+    return {"latents": sample["latents"], **text}
 
   return count, read
 
 
-def pad_text(text_TE: np.ndarray) -> np.ndarray:
-  """Zeros past the prompt: float32 [512, E]."""
-  return np.pad(text_TE.astype(np.float32), ((0, TEXT_LENGTH - len(text_TE)), (0, 0)))
+def pad_text(text_TE: np.ndarray, length: int) -> np.ndarray:
+  """Zeros past the prompt: float32 [length, E]."""
+  return np.pad(text_TE.astype(np.float32), ((0, length - len(text_TE)), (0, 0)))
+
+
+def _ids(tokenizer, caption: str) -> Batch:
+  tokens = tokenizer([caption])
+  return {"ids": tokens.ids[0], "mask": tokens.mask[0]}
 
 
 def check_shapes(config, dataset: records.Dataset) -> None:
@@ -164,20 +174,17 @@ def check_shapes(config, dataset: records.Dataset) -> None:
                       f"{config.text_dim}; encode the videos again with this model's text encoder")
 
 
-def empty_text(config) -> np.ndarray | None:
-  """Embedding of the empty prompt that the dataset brings along, float32 [512, E]; None unless dataset_type=latents."""
-  if config.dataset_type != "latents":
-    return None
-  return pad_text(records.open_dataset(config.dataset_path).empty_text())
-
-
-def _videos(config, split: str) -> list[tuple[int, Reader]]:
+def _tokenizer(config):
   from MaxText.models.tokenizer import Tokenizer
 
   if config.folder is None:
-    raise ConfigError("dataset_type=video: needs load_parameters_path, because captions are read by a model's tokenizer; "
-                      "or encode the videos first")
-  tokenizer = Tokenizer(str(pathlib.Path(config.folder.tokenizer_path).parent), TEXT_LENGTH)
+    what = "dataset_type=video" if config.dataset_type == "video" else "train_target=text"
+    raise ConfigError(f"{what}: needs load_parameters_path, because captions are read by a model's tokenizer")
+  return Tokenizer(str(pathlib.Path(config.folder.tokenizer_path).parent))
+
+
+def _videos(config, split: str) -> list[tuple[int, Reader]]:
+  tokenizer = None if config.train_target == "vae" else _tokenizer(config)
   groups, skipped = clips_lib.find_clips(config)
   chosen = [clips for (name, _), clips in groups.items() if name == split]
   if not chosen:
@@ -194,8 +201,7 @@ def _videos(config, split: str) -> list[tuple[int, Reader]]:
       except UnusableVideo as error:
         raise RunError(f"video_directory={config.video_directory}: {clip.name} {error}; remove the video, or use "
                        "encode_dataset, which leaves out what cannot be decoded") from None
-      tokens = tokenizer([clip.video.caption])
-      return {"video": video, "ids": tokens.ids[0], "mask": tokens.mask[0]}
+      return {"video": video, **({} if tokenizer is None else _ids(tokenizer, clip.video.caption))}
 
     return read
 

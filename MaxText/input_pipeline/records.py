@@ -52,6 +52,12 @@ def unpack(record: bytes) -> dict[str, np.ndarray]:
   }
 
 
+def caption(record: bytes) -> str:
+  """The caption that a record was made with."""
+  length = int.from_bytes(record[:8], "little")  # a safetensors file starts with the length of its JSON header
+  return json.loads(bytes(record[8:8 + length]))["__metadata__"]["caption"]
+
+
 def bucket_name(height: int, width: int) -> str:
   return f"{height}x{width}"
 

@@ -1,4 +1,4 @@
-"""Random latents and texts, for benchmarks and tests: the shapes of real data without files.
+"""Random latents, texts and videos, for benchmarks and tests: the shapes of real data without files.
 
 Dimensions: B samples of this host, F H W latent frames/rows/columns, C latent channels, T text tokens, E text width.
 """
@@ -12,31 +12,37 @@ import jax
 import numpy as np
 
 NUM_SAMPLES = 16  # different ones; then they come again, so that a model can learn them
-TEXT_TOKENS = 512
 TEXT_LENGTH = 32  # tokens of a prompt; zeros follow, as after a real one
 
 
-@functools.lru_cache(maxsize=2 * NUM_SAMPLES)
-def sample(seed: int, split: str, number: int, latent_shape: tuple[int, ...], text_dim: int) -> dict[str, np.ndarray]:
-  """Sample `number`: {"latents": float32 [F, H, W, C], "text": float32 [T, E]}."""
-  draw = np.random.default_rng([seed, split == "eval", number])
-  text = np.zeros((TEXT_TOKENS, text_dim), np.float32)
-  text[:TEXT_LENGTH] = draw.standard_normal((TEXT_LENGTH, text_dim), np.float32)
-  return {"latents": draw.standard_normal(latent_shape, np.float32), "text": text}
+def sample(config, split: str, number: int) -> dict[str, np.ndarray]:
+  """Sample `number` of what train_target reads, without its batch dimension; see `input_pipeline.make_iterator`."""
+  draw = np.random.default_rng([config.seed, split == "eval", number])
+  if config.train_target == "vae":
+    shape = (config.num_frames, config.height, config.width, 3)
+    return {"video": draw.integers(0, 256, shape, np.uint8)}
+  latents = draw.standard_normal((*config.latent_grid, config.in_channels), np.float32)
+  mask = np.arange(config.text_length) < TEXT_LENGTH
+  if config.train_target == "text":
+    ids = draw.integers(0, config.text_vocab_size, config.text_length, np.int32)
+    return {"latents": latents, "ids": np.where(mask, ids, 0).astype(np.int32), "mask": mask}
+  text = np.zeros((config.text_length, config.text_dim), np.float32)
+  text[mask] = draw.standard_normal((mask.sum(), config.text_dim), np.float32)
+  return {"latents": latents, "text": text}
 
 
 def make_iterator(config, split: str) -> grain.DatasetIterator:
-  """Endless batches of this host's rows of the global batch: {"latents": [B, F, H, W, C], "text": [B, T, E]} float32.
+  """Endless batches of this host's rows of the global batch.
 
   Which samples make a global batch depends on the seed alone, not on the number of hosts.
   """
   share = config.global_batch_size // jax.process_count()
   first = jax.process_index() * share
-  shape = (*config.latent_grid, config.in_channels)
+  made = functools.lru_cache(maxsize=NUM_SAMPLES)(lambda number: sample(config, split, number))
 
   def batch(number: int) -> dict[str, np.ndarray]:
     rows = [(number * config.global_batch_size + first + row) % NUM_SAMPLES for row in range(share)]
-    samples = [sample(config.seed, split, row, shape, config.text_dim) for row in rows]
+    samples = [made(row) for row in rows]
     return {key: np.stack([each[key] for each in samples]) for key in samples[0]}
 
   # A batch may be large: two are made ahead, not Grain's five hundred.

@@ -50,13 +50,13 @@ class Tokenizer:
 
   Args:
     path: folder with spiece.model; tokenizer_config.json and tokenizer.json beside it declare special tokens.
-    max_length: length that prompts are padded to and cut at.
+    max_length: length that prompts are padded to and cut at; None takes `text_length`.
 
   Raises:
     ValueError: no spiece.model, or not a T5 vocabulary (pad 0, end 1).
   """
 
-  def __init__(self, path: str, max_length: int = MAX_LENGTH):
+  def __init__(self, path: str, max_length: int | None = None):
     model_file = os.path.join(path, "spiece.model")
     if not os.path.isfile(model_file):
       raise ValueError(
@@ -73,7 +73,7 @@ class Tokenizer:
         f"{model_file} has pad id {self._pieces.pad_id()} and end id {self._pieces.eos_id()}; "
         f"a T5 vocabulary has {PAD_ID} and {EOS_ID}"
       )
-    self.max_length = max_length
+    self.max_length = text_length(path) if max_length is None else max_length
     self._specials = _special_tokens(path, self._pieces)
     self.vocab_size = 1 + max(self._pieces.get_piece_size() - 1, *self._specials.values())
     longest_first = sorted(self._specials, key=len, reverse=True)
@@ -98,6 +98,20 @@ class Tokenizer:
       lengths_B[b] = len(kept)
       truncated_B[b] = len(ids) + 1 - len(kept)
     return Tokens(ids_BT, np.arange(self.max_length) < lengths_B[:, None], truncated_B)
+
+
+def text_length(path: str) -> int:
+  """Tokens of a prompt, padding included, that the models of a tokenizer's folder were trained with.
+
+  512 as for every Wan model, unless tokenizer_config.json says less (model_max_length).
+
+  Raises:
+    ValueError: model_max_length is no positive whole number.
+  """
+  length = _read_json(os.path.join(path, "tokenizer_config.json")).get("model_max_length", MAX_LENGTH)
+  if not isinstance(length, int) or isinstance(length, bool) or length < 1:
+    raise ValueError(f"{path}/tokenizer_config.json: model_max_length = {length!r} should be a positive whole number")
+  return min(length, MAX_LENGTH)
 
 
 def _special_tokens(path: str, pieces: sentencepiece.SentencePieceProcessor) -> dict[str, int]:

@@ -23,8 +23,9 @@ Dimensions: B batch, T video frames, F latent frames, H W picture or latent size
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -194,14 +195,20 @@ class WanVae(nnx.Module):
   def decode(self, latents_B1HWC, cache: FeatureCache):
     """One normalised latent frame -> [B, t, 8·H, 8·W, 3] float32, clipped to [-1, 1]."""
     mean, std = (jnp.asarray(x, jnp.float32) for x in (self.config.latents_mean, self.config.latents_std))
-    z = latents_B1HWC.astype(jnp.float32) * std + mean
-    return jnp.clip(self.decoder(self.post_quant_conv(z), cache).astype(jnp.float32), -1.0, 1.0)
+    return jnp.clip(self.pixels(latents_B1HWC.astype(jnp.float32) * std + mean, cache), -1.0, 1.0)
+
+  def pixels(self, z_B1HWC, cache: FeatureCache):
+    """One latent frame as the encoder gives it -> [B, t, 8·H, 8·W, 3] float32, not clipped."""
+    return self.decoder(self.post_quant_conv(z_B1HWC), cache).astype(jnp.float32)
 
   def encode(self, video_BTHWC, cache: FeatureCache):
     """One chunk of video in [-1, 1] -> the normalised mean of one latent frame, [B, 1, H/8, W/8, C] float32."""
     mean, std = (jnp.asarray(x, jnp.float32) for x in (self.config.latents_mean, self.config.latents_std))
-    moments = self.quant_conv(self.encoder(video_BTHWC, cache)).astype(jnp.float32)
-    return (moments[..., :self.config.z_dim] - mean) / std
+    return (self.moments(video_BTHWC, cache)[0] - mean) / std
+
+  def moments(self, video_BTHWC, cache: FeatureCache):
+    """One chunk of video in [-1, 1] -> mean and log variance of one latent frame, both [B, 1, H/8, W/8, C] float32."""
+    return jnp.split(self.quant_conv(self.encoder(video_BTHWC, cache)).astype(jnp.float32), 2, axis=-1)
 
 
 def _first_chunk(method: str, graphdef, state, chunk):
@@ -325,3 +332,53 @@ def encode_video(vae: WanVae, video_BTHWC, *, tile_size: int | None = None, tile
     latents = np.concatenate([np.asarray(x) for x in encode_window(*tile.window(stride))], axis=1)
     canvas[:, :, tile.rows, tile.columns] += tile.weight(1)[..., None] * latents
   return jnp.asarray(canvas)
+
+
+def reconstruct(vae: WanVae, video_BTHWC, noise: Callable[[tuple[int, ...]], jax.Array], *, remat: bool = False):
+  """Encodes and decodes a video inside a traced function, for training: the same numbers as streaming it.
+
+  Args:
+    vae: the autoencoder.
+    video_BTHWC: float32 frames in [-1, 1]; T = 4·n + 1; height and width multiples of 8.
+    noise: shape of the latents → standard normal numbers, by which they are drawn from their distribution; zeros take the
+      mean.
+    remat: keep only what passes from chunk to chunk, and compute the rest again in the backward pass.
+
+  Returns:
+    the video, float32, not clipped; mean and log variance of the latents [B, F, H/8, W/8, C], not normalised.
+  """
+  graphdef, state = nnx.split(vae)
+
+  def run(method, chunk, cache):
+    return getattr(nnx.merge(graphdef, state), method)(chunk, cache)
+
+  B, T, *picture = video_BTHWC.shape
+  step = vae.config.temporal_stride
+  rest = jnp.moveaxis(video_BTHWC[:, 1:].reshape(B, (T - 1) // step, step, *picture), 1, 0)
+  moments = _scan_chunks(functools.partial(run, "moments"), video_BTHWC[:, :1], rest, remat)
+  mean, log_variance = (_join_chunks(first, later) for first, later in zip(*moments, strict=True))
+  log_variance = jnp.clip(log_variance, -30.0, 20.0)  # exp of it stays finite
+  z = mean + jnp.exp(0.5 * log_variance) * noise(mean.shape)
+  frames = _scan_chunks(functools.partial(run, "pixels"), z[:, :1], jnp.moveaxis(z[:, 1:, None], 1, 0), remat)
+  return _join_chunks(*frames), mean, log_variance
+
+
+def _scan_chunks(run, first, rest, remat: bool):
+  """Outputs of the first chunk, and of all others along a new leading dimension."""
+  cache = FeatureCache()
+  start = run(first, cache)
+
+  def later(entries, chunk):
+    cache = FeatureCache(entries)
+    out = run(chunk, cache)
+    return cache.entries, out
+
+  if remat:
+    later = jax.checkpoint(later, prevent_cse=False)  # a scan needs no barrier
+  return start, jax.lax.scan(later, cache.entries, rest)[1]
+
+
+def _join_chunks(first_BTHWC, rest_NBTHWC):
+  """One array in the order of time."""
+  N, B, T, *picture = rest_NBTHWC.shape
+  return jnp.concatenate([first_BTHWC, jnp.moveaxis(rest_NBTHWC, 0, 1).reshape(B, N * T, *picture)], axis=1)

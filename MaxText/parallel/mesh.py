@@ -115,8 +115,12 @@ def make_mesh(config: Any, devs: Sequence[Any] | None = None) -> Mesh:
 
 def one_device(mesh: Mesh) -> Mesh:
   """Mesh of one device of this process, for what is too small to share out."""
-  local = next(device for device in mesh.devices.flat if device.process_index == jax.process_index())
-  return Mesh(np.array([local]).reshape((1,) * len(AXES)), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+  return mesh_of(next(device for device in mesh.devices.flat if device.process_index == jax.process_index()))
+
+
+def mesh_of(device: jax.Device) -> Mesh:
+  """Mesh of this device alone."""
+  return Mesh(np.array([device]).reshape((1,) * len(AXES)), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def describe(mesh: Mesh) -> str:

@@ -23,18 +23,13 @@ from jax.experimental import multihost_utils
 
 from MaxText.checkpoints import contents, lora, training_folder
 from MaxText.checkpoints import folder as folder_lib
-from MaxText.checkpoints.training_folder import EMA, ITERATOR, MODEL, OPTIMIZER
+from MaxText.checkpoints.training_folder import ITERATOR, MODEL, OPTIMIZER
 from MaxText.config_types import ConfigError
 from MaxText.parallel import sharding
 from MaxText.training import state as state_lib
 from MaxText.training.state import Template, TrainState
 
 _CHUNK_BYTES = 256 << 20  # pieces of a leaf on disk, so that reading a shard does not read a whole stack
-
-
-def component_of(config) -> str:
-  """The part of the model that is trained."""
-  return "transformer_2" if config.train_expert == "low_noise" else "transformer"
 
 
 @dataclasses.dataclass
@@ -54,9 +49,10 @@ class Checkpoints:
     self.config, self.template = config, template
     self.run = pathlib.Path(config.base_output_directory).expanduser().absolute() / config.run_name
     self.directory = self.run / "checkpoints"
-    self.component = component_of(config)
+    self.components = state_lib.components_of(config)
     self.base = None if config.folder is None else os.path.abspath(config.folder.path)
-    arrays = {name: _handler() for name in (self.component, EMA, OPTIMIZER)}
+    names = (*self.components, *map(training_folder.average_of, self.components), OPTIMIZER)
+    arrays = {name: _handler() for name in names}
     options = ocp.CheckpointManagerOptions(
       max_to_keep=config.max_checkpoints_to_keep, enable_async_checkpointing=config.async_checkpointing,
       cleanup_tmp_directories=True)
@@ -87,7 +83,7 @@ class Checkpoints:
       ConfigError: a checkpoint that is damaged, foreign, or of another model.
     """
     config, template = self.config, self.template
-    abstract = state_lib.abstract_state(template, optimizer, placement, ema=config.ema_decay > 0)
+    abstract = state_lib.make_abstract_state(config, template, optimizer, placement)
     step = self.chosen_step()
     path = str(self.directory / str(step)) if step is not None else config.load_full_state_path
     if path is None:
@@ -98,7 +94,7 @@ class Checkpoints:
     key = "checkpoint" if step is not None else "load_full_state_path"
     try:
       description = self._check(os.path.expanduser(path))
-      state = _restore(os.path.expanduser(path), self.component, abstract, iterator)
+      state = _restore(os.path.expanduser(path), self.components, abstract, iterator)
     except ValueError as e:
       older = [str(s) for s in sorted(self._manager.all_steps()) if step is not None and s != step]
       advice = f"; to continue from another one give checkpoint_step={' or '.join(older)}" if older else ""
@@ -112,17 +108,20 @@ class Checkpoints:
   def _weights(self, names: tuple[str, ...], placement: sharding.Placement) -> state_lib.Weights:
     folder, load = self.config.folder, None
     if folder is not None:
-      def load(abstract):
-        return folder_lib.load(folder, self.component, abstract)
+      def load(component, targets):
+        return folder_lib.load_leaves(folder, component, targets)
     return state_lib.make_weights(self.template, names, placement, self.config.seed, load)
 
   def _check(self, path: str) -> dict[str, Any]:
     """The description of a checkpoint, if its leaves are those of this run's model."""
     description = training_folder.read_description(path)
-    if description["component"] != self.component:
-      raise ValueError(f"holds the {description['component']}, this run trains the {self.component} (train_expert)")
+    trained = tuple(description["components"])
+    if trained != self.components:
+      raise ValueError(f"holds {' and '.join(trained)}, this run trains {' and '.join(self.components)} (train_target, "
+                       "train_expert)")
     mine = {name: tuple(leaf.shape) for name, leaf in self.template.abstract(self.template.trained).items()}
-    theirs = {name: tuple(shape) for name, (_, shape) in description["leaves"].items()}
+    theirs = {f"{component}.{name}": tuple(shape) for component, entry in description["components"].items()
+              for name, (_, shape) in entry["leaves"].items()}
     wrong = [f"{name}: {list(theirs.get(name, ())) or 'missing'}, this run has {list(mine.get(name, ())) or 'none'}"
              for name in sorted(mine.keys() | theirs.keys()) if mine.get(name) != theirs.get(name)]
     if wrong:
@@ -154,33 +153,47 @@ class Checkpoints:
     if step in self._manager.all_steps():
       return
     items = {
-      self.component: _save_args(state.weights),
-      OPTIMIZER: _save_args({"step": state.step, "optimizer": state.optimizer}),
-      MODEL: ocp.args.JsonSave(self._description(state.weights, base)),
+      OPTIMIZER: _save_args(_rest(state)),
+      MODEL: ocp.args.JsonSave(self._description(state, base)),
       ITERATOR: grain.checkpoint.CheckpointSave(iterator),
     }
-    if state.ema is not None:
-      items[EMA] = _save_args(state.ema)
+    for component in self.components:
+      items[component] = _save_args(state_lib.of_component(state.weights, component))
+      if state.ema is not None:
+        items[training_folder.average_of(component)] = _save_args(state_lib.of_component(state.ema, component))
     self._manager.save(step, args=ocp.args.Composite(**items), force=True)
     if self.config.lora_rank:
       self._write_lora(state)
 
-  def _description(self, weights: Mapping[str, jax.Array], base: str | None) -> dict[str, Any]:
+  def _description(self, state: TrainState, base: str | None) -> dict[str, Any]:
     return {
       "version": training_folder.VERSION,
-      "component": self.component,
       "base": base,
       "lora_rank": self.config.lora_rank,
-      "wan": dataclasses.asdict(self.config.wan()),
-      "leaves": {name: [str(array.dtype), list(array.shape)] for name, array in weights.items()},
+      "components": {component: {
+        "architecture": dataclasses.asdict(self._architecture(component, state)),
+        "leaves": {name: [str(array.dtype), list(array.shape)]
+                   for name, array in state_lib.of_component(state.weights, component).items()},
+      } for component in self.components},
     }
+
+  def _architecture(self, component: str, state: TrainState) -> Any:
+    """The component's dataclass; that of a VAE holds the mean and deviation that its latents now have."""
+    if component == "text_encoder":
+      return self.config.umt5()
+    if component != "vae":
+      return self.config.wan()
+    mean, square = (np.asarray(state.statistics[name], np.float64) for name in ("latents_mean", "latents_square"))
+    deviation = np.sqrt(np.maximum(square - mean**2, 1e-6))
+    return dataclasses.replace(self.config.vae(), latents_mean=mean.tolist(), latents_std=deviation.tolist())
 
   def _write_lora(self, state: TrainState) -> None:
     """lora.safetensors, for lora_path: the adapters as they are now."""
     weights = state.weights if state.ema is None else state.ema
     whole = multihost_utils.process_allgather(weights, tiled=True) if jax.process_count() > 1 else jax.device_get(weights)
     if jax.process_index() == 0:
-      lora.write_lora(str(self.run / "lora.safetensors"), self.config.wan(), whole, state_lib.lora_scale(self.config))
+      adapters = state_lib.of_component(whole, self.components[0])
+      lora.write_lora(str(self.run / "lora.safetensors"), self.config.wan(), adapters, state_lib.lora_scale(self.config))
 
   def wait(self) -> None:
     """Returns when all checkpoints are whole."""
@@ -198,21 +211,37 @@ def _save_args(tree: Any) -> ocp.args.PyTreeSave:
   return ocp.args.PyTreeSave(tree, save_args=jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), tree))
 
 
-def _restore(path: str, component: str, abstract: TrainState, iterator: grain.DatasetIterator) -> TrainState:
+def _rest(state: TrainState) -> dict[str, Any]:
+  """What only a run that continues needs. Empty statistics have no place in a checkpoint."""
+  rest = {"step": state.step, "optimizer": state.optimizer}
+  return {**rest, "statistics": state.statistics} if state.statistics else rest
+
+
+def _restore(
+  path: str, components: tuple[str, ...], abstract: TrainState, iterator: grain.DatasetIterator
+) -> TrainState:
   """The state in a checkpoint, in the shardings of `abstract`; the iterator is set too.
 
   Raises:
     ValueError: an item is missing or damaged.
   """
   path = os.path.abspath(path)
-  averages = os.path.isdir(os.path.join(path, EMA))
-  weights = _item(path, component, abstract.weights)
-  rest = _item(path, OPTIMIZER, {"step": abstract.step, "optimizer": abstract.optimizer})
-  ema = None
-  if abstract.ema is not None:  # a run that turns the average on starts it from its weights
-    ema = _item(path, EMA if averages else component, abstract.ema)
+
+  def read(weights, averages: bool):
+    found = {}
+    for component in components:
+      average = training_folder.average_of(component)
+      item = average if averages and os.path.isdir(os.path.join(path, average)) else component
+      leaves = _item(path, item, state_lib.of_component(weights, component))
+      found |= {f"{component}.{name}": leaf for name, leaf in leaves.items()}
+    return {name: found[name] for name in weights}
+
+  weights = read(abstract.weights, averages=False)
+  rest = _item(path, OPTIMIZER, _rest(abstract))
+  # A run that turns the average on starts it from its weights.
+  ema = None if abstract.ema is None else read(abstract.ema, averages=True)
   _item(path, ITERATOR, iterator)
-  return TrainState(rest["step"], weights, rest["optimizer"], ema)
+  return TrainState(rest["step"], weights, rest["optimizer"], ema, rest.get("statistics", {}))
 
 
 def _item(path: str, name: str, target: Any) -> Any:

@@ -5,6 +5,7 @@ Dimensions: S video tokens, T text tokens, E width, L layers.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import pathlib
@@ -35,10 +36,51 @@ def train_flops(cfg, tokens: int, text_tokens: int, *, lora: bool) -> float:
   return (2 if lora else 3) * (cfg.num_layers * layer + ends)
 
 
+def text_train_flops(cfg, text_tokens: int) -> float:
+  """Forward and backward of the text encoder for one text, counted as in `train_flops`. cfg: Umt5Config."""
+  E, T, inner = cfg.d_model, text_tokens, cfg.num_heads * cfg.d_kv
+  return 3 * cfg.num_layers * (8 * T * E * inner + 4 * T * T * inner + 6 * T * E * cfg.d_ff)
+
+
+@functools.cache
+def vae_train_flops(cfg, batch: int, frames: int, height: int, width: int) -> float:
+  """Forward and backward of the VAE on a batch, without what remat computes again. cfg: VaeConfig.
+
+  The compiler's count for the first chunk and for one of the others, which are all alike; a backward pass costs twice.
+  """
+  import jax
+  import jax.numpy as jnp
+  from flax import nnx
+
+  from MaxText.models import vae
+
+  graphdef, state = nnx.split(nnx.eval_shape(lambda: vae.WanVae(cfg, rngs=nnx.Rngs(0))))
+  step = cfg.temporal_stride
+
+  def count(program, *arguments) -> float:
+    return program.lower(*arguments).cost_analysis()["flops"]
+
+  total = 0.0
+  small = (height // cfg.spatial_stride, width // cfg.spatial_stride)
+  for method, first, later in (("encode", (1, height, width, 3), (step, height, width, 3)),
+                               ("decode", (1, *small, cfg.z_dim), (1, *small, cfg.z_dim))):
+    first, later = (jax.ShapeDtypeStruct((batch, *shape), jnp.float32) for shape in (first, later))
+    cache = jax.eval_shape(vae.first_chunk, method, graphdef, state, first)[1]
+    total += count(vae.first_chunk, method, graphdef, state, first)
+    total += (frames - 1) // step * count(vae.next_chunk, method, graphdef, state, later, cache)
+  return 3 * total
+
+
 def batch_flops(config, batch) -> float:
-  """`train_flops` of a whole batch, whose clips may have another size than the configuration's."""
+  """Forward and backward of a whole batch, whose clips may have another size than the configuration's."""
+  if config.train_target == "vae":
+    return vae_train_flops(config.vae(), *batch["video"].shape[:4])
   tokens = math.prod(config.wan().token_grid(*batch["latents"].shape[1:4]))
-  return len(batch["latents"]) * train_flops(config.wan(), tokens, batch["text"].shape[1], lora=config.lora_rank > 0)
+  text_tokens = batch["ids" if config.train_target == "text" else "text"].shape[1]
+  each = train_flops(config.wan(), tokens, text_tokens, lora=config.lora_rank > 0)
+  if config.train_target == "text":
+    each += text_train_flops(config.umt5(), text_tokens)
+  return len(batch["latents"]) * each
 
 
 def step_line(step: int, seconds: float, tflops: float, loss: float) -> str:

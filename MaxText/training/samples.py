@@ -1,9 +1,8 @@
 """A sample video every so often: what the weights of a training run make of one prompt, by the pipeline of decode.
 
-The text embeddings are made once, before training; the VAE is loaded with the first sample and stays. Of a model with
-two experts the one that is trained comes from the run, the other from the weights folder.
-
-Dimensions: B videos (one), T frames.
+The text is embedded once, before training, unless the text encoder is trained too; the VAE is loaded with the first
+sample and stays. Of a model with two experts the one that is trained comes from the run, the other from the weights
+folder.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ from flax import nnx
 from MaxText.diffusion.pipeline import EXPERTS, NotFiniteError, Request, VideoPipeline
 from MaxText.input_pipeline import clips
 from MaxText.reporter import Reporter
-from MaxText.training.checkpointing import component_of
-from MaxText.training.state import Template, Weights
+from MaxText.training.state import Template, Weights, components_of
 from MaxText.video_io import write_video
 
 
@@ -26,7 +24,7 @@ class Samples:
 
   Args:
     config: of the run; with size_buckets the first size is sampled.
-    template: turns weights into the transformer.
+    template: turns weights into models.
     run: the run's folder.
     reporter: where progress and failures go.
   """
@@ -36,8 +34,9 @@ class Samples:
     self.config = config.model_copy(update={"height": height, "width": width, "batch_size": 1})
     self.template, self.directory, self.reporter = template, run / "samples", reporter
     self.pipeline = VideoPipeline(self.config, Reporter("quiet"))
-    self.embeddings = self.pipeline.encode_prompts([config.prompt])
-    self.expert = EXPERTS.index(component_of(config))
+    self.expert = components_of(config)[0]
+    trained_text = "text_encoder" in components_of(config)
+    self.embeddings = None if trained_text else self.pipeline.encode_prompts([config.prompt])
 
   def due(self, step: int) -> bool:
     return step % self.config.sample_interval == 0 or step == self.config.steps
@@ -49,11 +48,13 @@ class Samples:
       step: how many are completed.
       weights: those that are trained, or their average. kept: the others.
     """
-    pipeline, path = self.pipeline, self.directory / f"step_{step:06d}.mp4"
-    pipeline.experts[self.expert] = nnx.split(self.template.merge({**kept, **weights}))
+    pipeline, path, number = self.pipeline, self.directory / f"step_{step:06d}.mp4", EXPERTS.index(self.expert)
+    models = self.template.merge({**kept, **weights})
+    pipeline.experts[number] = nnx.split(getattr(models, self.expert))
     request = Request(self.config.prompt, self.config.seed)
     try:
-      for _, latents_BFHWC in pipeline.denoise([request], self.embeddings):  # noqa: B007
+      text = self.embeddings or pipeline.encode_prompts([request.prompt], models.text_encoder)
+      for _, latents_BFHWC in pipeline.denoise([request], text):  # noqa: B007
         pass
       if jax.process_index() == 0:
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -63,4 +64,4 @@ class Samples:
     except NotFiniteError as e:
       self.reporter.warn(f"no sample at step {step}: {e}")
     finally:
-      pipeline.experts.pop(self.expert)  # the arrays are given up with the next step
+      pipeline.experts.pop(number)  # the arrays are given up with the next step

@@ -1,13 +1,15 @@
 """What training changes from step to step, and how it is made: weights, optimizer, average.
 
-Weights are a plain mapping of dotted parameter names to arrays ("blocks.attn1.to_q.kernel"), the names of the
-checkpoints. A `Template` turns such a mapping back into the model. What is trained (all weights, or the adapters of a
-LoRA) is float32; what stays is a second mapping of its own, so that no optimizer state or gradient is made for it.
+Weights are a plain mapping of dotted names to arrays: the component, then the name that its checkpoints use
+("transformer.blocks.attn1.to_q.kernel"). A `Template` turns such a mapping back into the models. What is trained (all
+weights, or the adapters of a LoRA) is float32; what stays is a second mapping of its own, so that no optimizer state or
+gradient is made for it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,6 +18,8 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from MaxText.models.umt5 import Umt5Encoder
+from MaxText.models.vae import WanVae
 from MaxText.models.wan import WanTransformer
 from MaxText.parallel import sharding
 
@@ -26,20 +30,47 @@ LORA_SUFFIXES = (".lora_A", ".lora_B")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-  """Attributes: step, int32 scalar; weights that are trained; the optimizer's state; ema, their average, or None."""
+  """What a step changes.
+
+  Attributes:
+    step: int32 scalar.
+    weights: what is trained. optimizer: its state. ema: the weights' average, or None.
+    statistics: running averages of what the objective measures; for the VAE the mean and mean square of the latents.
+  """
 
   step: jax.Array
   weights: Weights
   optimizer: Any
   ema: Weights | None
+  statistics: dict[str, jax.Array]
+
+
+class Models(nnx.Module):
+  """The components that a run works on, as attributes: transformer, transformer_2, text_encoder, vae."""
+
+  def __init__(self, **components: nnx.Module):
+    for name, component in components.items():
+      setattr(self, name, component)
+
+
+def components_of(config) -> tuple[str, ...]:
+  """The components whose weights a configuration trains."""
+  transformer = "transformer_2" if config.train_expert == "low_noise" else "transformer"
+  return {"dit": (transformer,), "text": (transformer, "text_encoder"), "vae": ("vae",)}[config.train_target]
+
+
+def of_component(weights: Mapping[str, Any], component: str) -> dict[str, Any]:
+  """The weights of a component, under the names of its checkpoints."""
+  prefix = f"{component}."
+  return {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Template:
-  """The model without its numbers: `merge` puts them in.
+  """The models without their numbers: `merge` puts them in.
 
   Attributes:
-    graphdef: structure of the module.
+    graphdef: structure of `Models`.
     variables: dotted name → (path, nnx variable that holds a ShapeDtypeStruct with sharding).
     trained: names of the weights that are trained; the others stay.
   """
@@ -59,7 +90,7 @@ class Template:
     """The nnx state of these weights alone."""
     return nnx.from_flat_state([self.variables[name] for name in names])
 
-  def merge(self, weights: Mapping[str, jax.Array]) -> WanTransformer:
+  def merge(self, weights: Mapping[str, jax.Array]) -> Models:
     leaves = [(path, variable.replace(weights[name])) for name, (path, variable) in self.variables.items()]
     return nnx.merge(self.graphdef, nnx.from_flat_state(leaves))
 
@@ -69,15 +100,22 @@ def as_weights(state: nnx.State) -> Weights:
 
 
 def make_template(config, placement: sharding.Placement) -> Template:
-  """The transformer of a configuration; nothing is allocated."""
+  """The components that a configuration trains; nothing is allocated."""
   lora = config.lora_rank > 0
   adapters = {"lora_rank": config.lora_rank, "lora_scale": lora_scale(config)} if lora else {}
   # Weights that are trained are float32; under a LoRA the others are stored as the user likes.
   weight_dtype = jnp.dtype(config.weight_dtype) if lora else jnp.float32
+  dtypes = {"dtype": jnp.dtype(config.dtype), "weight_dtype": weight_dtype}
+
+  def make_component(name: str) -> nnx.Module:
+    if name == "vae":
+      return WanVae(config.vae(), rngs=nnx.Rngs(0), **dtypes)
+    if name == "text_encoder":
+      return Umt5Encoder(config.umt5(), rngs=nnx.Rngs(0), **dtypes)
+    return WanTransformer(config.wan(), rngs=nnx.Rngs(0), **dtypes, **adapters)
 
   def make():
-    dtypes = {"dtype": jnp.dtype(config.dtype), "weight_dtype": weight_dtype}
-    return WanTransformer(config.wan(), rngs=nnx.Rngs(0), **dtypes, **adapters)
+    return Models(**{name: make_component(name) for name in components_of(config)})
 
   graphdef, abstract = nnx.split(nnx.eval_shape(make))
   variables = {
@@ -117,9 +155,15 @@ def make_optimizer(config) -> optax.GradientTransformation:
 
 
 def abstract_state(
-  template: Template, optimizer: optax.GradientTransformation, placement: sharding.Placement, *, ema: bool
+  template: Template, optimizer: optax.GradientTransformation, placement: sharding.Placement, *, ema: bool,
+  statistics: Mapping[str, tuple[int, ...]] = types.MappingProxyType({}),
 ) -> TrainState:
-  """The train state as ShapeDtypeStructs with shardings: what belongs to a weight lies as the weight does."""
+  """The train state as ShapeDtypeStructs with shardings: what belongs to a weight lies as the weight does.
+
+  Args:
+    ema: whether an average of the weights is kept.
+    statistics: name → shape of what the objective measures.
+  """
   weights = template.abstract(template.trained)
 
   def place(path, leaf):
@@ -132,7 +176,16 @@ def abstract_state(
     weights=weights,
     optimizer=jax.tree_util.tree_map_with_path(place, jax.eval_shape(optimizer.init, weights)),
     ema=dict(weights) if ema else None,
+    statistics={name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=placement.replicated)
+                for name, shape in statistics.items()},
   )
+
+
+def make_abstract_state(config, template: Template, optimizer, placement: sharding.Placement) -> TrainState:
+  """`abstract_state` of a configuration."""
+  channels = (config.vae().z_dim,)
+  statistics = {"latents_mean": channels, "latents_square": channels} if config.train_target == "vae" else {}
+  return abstract_state(template, optimizer, placement, ema=config.ema_decay > 0, statistics=statistics)
 
 
 def init_state(abstract: TrainState, weights: Weights, optimizer: optax.GradientTransformation) -> TrainState:
@@ -142,25 +195,27 @@ def init_state(abstract: TrainState, weights: Weights, optimizer: optax.Gradient
   def start(weights):
     # Copies: the arrays of a donated state may not be shared.
     ema = None if abstract.ema is None else jax.tree.map(jnp.copy, weights)
-    return TrainState(jnp.zeros((), jnp.int32), weights, optimizer.init(weights), ema)
+    statistics = {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in abstract.statistics.items()}
+    return TrainState(jnp.zeros((), jnp.int32), weights, optimizer.init(weights), ema, statistics)
 
   return jax.jit(start, out_shardings=shardings, donate_argnums=0)(weights)
 
 
 def make_weights(
   template: Template, names: tuple[str, ...], placement: sharding.Placement, seed: int,
-  load: Callable[[nnx.State], nnx.State] | None,
+  load: Callable[[str, dict[str, jax.ShapeDtypeStruct]], Mapping[str, jax.Array]] | None,
 ) -> Weights:
   """These weights from a folder, or random where it has none (adapters) or there is no folder.
 
   Args:
-    load: abstract state → state, reading a weights folder; None for random weights.
+    load: (component, its names → where and how) → arrays, reading a weights folder; None for random weights.
   """
   fresh = tuple(name for name in names if load is None or name.endswith(LORA_SUFFIXES))
-  read = tuple(name for name in names if name not in fresh)
+  read = template.abstract(name for name in names if name not in fresh)
   weights: Weights = {}
   if fresh:
     weights |= as_weights(sharding.init_state(template.abstract_state(fresh), placement, seed))
-  if read:
-    weights |= as_weights(load(template.abstract_state(read)))
+  for component in dict.fromkeys(name.partition(".")[0] for name in read):
+    arrays = load(component, of_component(read, component))
+    weights |= {f"{component}.{name}": array for name, array in arrays.items()}
   return {name: weights[name] for name in names}

@@ -14,8 +14,9 @@ import jax
 import numpy as np
 import pytest
 
-from MaxText import convert_checkpoint, decode, encode_dataset, train
+from MaxText import convert_checkpoint, decode, encode_dataset, pyconfig, train
 from MaxText.checkpoints.folder import open_folder
+from MaxText.diffusion.pipeline import VideoPipeline
 from MaxText.input_pipeline import synthetic
 from MaxText.training import metrics
 from MaxText.video_io import read_video, write_video
@@ -56,7 +57,7 @@ def arrays(checkpoint):
   import orbax.checkpoint as ocp
 
   found = {}
-  for item in ("transformer", "ema", "optimizer"):
+  for item in ("transformer", "transformer_ema", "optimizer"):
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
       tree = checkpointer.restore((checkpoint / item).absolute())
     leaves = jax.tree_util.tree_leaves_with_path(tree)
@@ -207,6 +208,43 @@ def test_decode_reads_a_checkpoint_and_convert_exports_it(tmp_path, whole, capsy
   np.testing.assert_array_equal(latents_of(tmp_path, f"load_parameters_path={exported}"), direct)
   assert decode.main(["configs/video.yml", f"load_parameters_path={whole}", "prompt=x"]) == 2
   assert str(checkpoint) in capsys.readouterr().err
+
+
+def test_the_vae_is_trained_by_reconstruction(tmp_path, capsys):
+  made = run(tmp_path, "run", "steps=3", "train_target=vae", "learning_rate=0.003", "eval_interval=3", EMA)
+  found = lines(made)
+  assert found[2]["loss"] < found[0]["loss"] and found[2]["psnr"] > found[0]["psnr"] and found[0]["kl"] > 0
+  assert "by noise level" not in capsys.readouterr().out and found[-1]["eval_loss"] > 0
+  again = run(tmp_path, "again", "steps=2", "train_target=vae", "learning_rate=0.003", EMA)
+  run(tmp_path, "again", "steps=3", "train_target=vae", "learning_rate=0.003", EMA)
+  assert losses(again)[3] == losses(made)[3]
+  folders = [open_folder(str(place / "checkpoints" / "3")) for place in (made, again)]
+  assert folders[0].vae == folders[1].vae and folders[0].trained == ("vae",)
+  assert folders[0].vae.latents_mean != folders[0].base.vae.latents_mean  # the new latents' own statistics
+  # decode reads the checkpoint, and another run starts from it: a chain of two folders.
+  checkpoint = f"load_parameters_path={made / 'checkpoints' / '3'}"
+  latents_of(tmp_path, checkpoint)
+  second = run(tmp_path, "second", "steps=1", checkpoint)
+  exported = tmp_path / "exported"
+  assert convert_checkpoint.main([
+    "configs/video.yml", f"load_parameters_path={second / 'checkpoints' / '1'}", "convert_to=diffusers",
+    f"converted_path={exported}", "converted_dtype=bfloat16", "log_format=quiet"]) == 0
+  assert open_folder(str(exported)).vae == folders[0].vae
+  run(tmp_path, "made", "steps=1", "train_target=vae", checkpoint, "load_full_state_path=x", status=2)
+  run(tmp_path, "run", "steps=4", "train_target=dit", status=2)
+  assert "holds vae, this run trains transformer" in capsys.readouterr().err
+
+
+def test_the_text_encoder_is_trained_with_the_transformer(tmp_path, whole):
+  made = run(tmp_path, "run", "steps=2", "train_target=text", "learning_rate=0.01")
+  checkpoint = made / "checkpoints" / "2"
+  assert open_folder(str(checkpoint)).trained == ("transformer", "text_encoder")
+  text = {}
+  for name, path in (("before", PIPE), ("after", checkpoint)):
+    config = pyconfig.initialize(
+      ["configs/video.yml", f"load_parameters_path={path}", "prompt=a ball", "guidance_scale=1", *SIZE], "decode")
+    text[name] = VideoPipeline(config).encode_prompts(["a ball"])["a ball"]
+  assert np.abs(text["before"] - text["after"]).max() > 1e-3
 
 
 def test_lora_is_read_by_decode(tmp_path, capsys):

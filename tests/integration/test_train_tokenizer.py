@@ -29,8 +29,9 @@ def run(videos, output, *more):
 
 def test_vocabulary(videos, tmp_path, capsys):
   output = tmp_path / "model" / "tokenizer"
-  assert run(videos, output, "tokenizer_vocab_size=400") == 0
-  assert sorted(path.name for path in output.iterdir()) == ["spiece.model"] and len(list(output.parent.iterdir())) == 1
+  assert run(videos, output, "tokenizer_vocab_size=400", "tokenizer_max_length=24") == 0
+  assert sorted(path.name for path in output.iterdir()) == ["spiece.model", "tokenizer_config.json"]
+  assert len(list(output.parent.iterdir())) == 1
   assert "captions give only" in capsys.readouterr().err
   tokenizer = Tokenizer(str(output))
   tokens = tokenizer(["a red cube 🎈 雪", "", "the  ball"])
@@ -39,6 +40,7 @@ def test_vocabulary(videos, tmp_path, capsys):
   pieces = tokenizer._pieces
   assert pieces.decode(tokens.ids[0][tokens.mask[0]].tolist()) == "a red cube 🎈 雪"
   assert (pieces.pad_id(), pieces.eos_id(), pieces.unk_id(), pieces.bos_id()) == (0, 1, 2, -1)
+  assert tokenizer.max_length == 24 == tokens.ids.shape[1]  # read from tokenizer_config.json
   assert len(tokenizer.encode("the ball")) < len("the ball")  # whole words and parts have pieces
 
 

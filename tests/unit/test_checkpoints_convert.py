@@ -17,6 +17,7 @@ from MaxText.checkpoints.folder import load_leaves, open_folder
 from MaxText.convert_checkpoint import main
 
 PIPELINES = pathlib.Path(__file__).parents[1] / "golden" / "pipelines"
+TOKENIZER = PIPELINES / "one_expert" / "pipe" / "tokenizer"
 PARTS = ("transformer", "transformer_2", "vae", "text_encoder")
 
 
@@ -199,3 +200,39 @@ def test_an_architecture_that_the_leaves_do_not_have(checkpoint, tmp_path):
   with pytest.raises(ValueError, match="does not fit this code's models") as error:
     open_folder(str(folder))
   assert "transformer blocks.attn1.norm_k.scale: (2, " in str(error.value)
+
+
+# --- a new model
+
+
+KEPT = ("scale_shift", "condition_embedder.time", "relative_attention_bias", "gamma")  # small, or sensitive
+NEW = ["model_name=wan-test", "init_random_weights=true", "convert_to=diffusers", f"tokenizer_path={TOKENIZER}"]
+
+
+def test_a_new_model_of_random_weights(tmp_path):
+  assert convert(*NEW, f"converted_path={tmp_path / 'one'}") == 0
+  assert convert(*NEW, f"converted_path={tmp_path / 'two'}", "converted_dtype=bfloat16") == 0
+  assert convert(*NEW, f"converted_path={tmp_path / 'three'}", "seed=1") == 0
+  one, two, three = (tensors_of(tmp_path / name) for name in ("one", "two", "three"))
+  assert open_folder(str(tmp_path / "one")).num_experts == 1
+  assert one["transformer"] and one["vae"] and one["text_encoder"]
+  for part, tensors in one.items():
+    for name, array in tensors.items():
+      rounded = two[part][name]
+      assert array.dtype == np.float32
+      kept = array.ndim < 2 or any(part in name for part in KEPT)
+      assert rounded.dtype == (np.float32 if kept else ml_dtypes.bfloat16), name
+      np.testing.assert_array_equal(array.astype(rounded.dtype), rounded)
+  name = "blocks.0.attn1.to_q.weight"
+  assert np.abs(one["transformer"][name] - three["transformer"][name]).max() > 0.01
+
+
+@pytest.mark.parametrize("arguments, message", [
+  (["init_random_weights=true", "model_name=wan-test"], "tokenizer_path is missing"),
+  ([f"tokenizer_path={TOKENIZER}", f"load_parameters_path={PIPELINES / 'one_expert' / 'pipe'}"], "tokenizer_path"),
+  ([*NEW, "text_vocab_size=17", "override_model_config=true"], "text_vocab_size=17"),
+  ([*NEW[:3], "tokenizer_path=/nowhere"], "tokenizer_path=/nowhere: no tokenizer"),
+])
+def test_a_new_model_that_cannot_be(arguments, message, tmp_path, capsys):
+  assert convert(*arguments, f"converted_path={tmp_path / 'new'}") == 2
+  assert message in capsys.readouterr().err and not (tmp_path / "new").exists()

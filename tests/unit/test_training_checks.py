@@ -32,6 +32,13 @@ BAD = [
   (["num_inference_steps=2"], ["num_inference_steps", "steps"]),
   (["resume=true", "run_name=x"], ["resume", "continues by itself"]),
   (["dry_run=true"], ["dry_run", "train does not read it"]),
+  (["train_target=video"], ["train_target=video", "dit, text, vae"]),
+  (["train_target=vae", "dataset_type=latents", "dataset_path=x"], ["dataset_type=latents", "dataset_type=video"]),
+  (["train_target=vae", "text_dropout=0"], ["text_dropout", "train_target=vae"]),
+  (["train_target=vae", "lora_rank=4"], ["lora_rank=4", "train_target=dit"]),
+  (["vae_kl_weight=1"], ["vae_kl_weight", "train_target=vae"]),
+  (["train_target=text", "dataset_type=video", "video_directory=."], ["train_target=text", "load_parameters_path"]),
+  (["train_target=text", "model_name=wan2.2-t2v-a14b", "train_expert=low_noise"], ["train_target=text", "two experts"]),
 ]
 
 
@@ -45,7 +52,8 @@ def test_refused(arguments, words):
 
 @pytest.mark.parametrize("arguments", [
   [], ["lora_rank=4", "lora_alpha=8", "weight_dtype=bfloat16"], ["timestep_sampling=logit_normal", "logit_normal_std=2"],
-  ["model_name=wan2.2-t2v-a14b", "train_expert=high_noise"], ["run_name=x", "checkpoint_step=2"]])
+  ["model_name=wan2.2-t2v-a14b", "train_expert=high_noise"], ["run_name=x", "checkpoint_step=2"],
+  ["train_target=vae", "vae_kl_weight=0.001"], ["train_target=text"]])
 def test_legal(arguments):
   assert pyconfig.initialize(["configs/train_video.yml", *arguments], "train", {}).steps == 10
 

@@ -12,8 +12,8 @@ from MaxText.attention import dot_product_attention
 from MaxText.attention.ulysses import on_mesh
 from MaxText.models.wan import WanConfig
 from MaxText.parallel import mesh, sharding
+from MaxText.training import objectives, step
 from MaxText.training import state as state_lib
-from MaxText.training import step
 
 CFG = WanConfig(num_heads=2, head_dim=12, text_dim=8, freq_dim=8, ffn_dim=24, num_layers=2, in_channels=2, out_channels=2)
 B, LATENTS, TEXT = 8, (1, 4, 4, 2), (3, 8)
@@ -40,10 +40,10 @@ def placement(count=1, **axes):
     mesh.make_mesh(types.SimpleNamespace(**sizes), devices), sharding.parse_rules(config_types.DEFAULT_AXIS_RULES))
 
 
-def recipe(place, **values):
-  defaults = dict(levels=step.NoiseLevels(shift=3.0), text_dropout=0.3, accumulation=1, ema_decay=0.0, remat="none",
-                  attention=on_mesh(dot_product_attention, place), seed=2**40 + 5)
-  return step.Recipe(**{**defaults, **values})
+def recipe(place, accumulation=1, ema_decay=0.0, **values):
+  defaults = dict(transformer="transformer", levels=objectives.NoiseLevels(shift=3.0), text_dropout=0.3, remat="none",
+                  attention=on_mesh(dot_product_attention, place))
+  return step.Recipe(objectives.FlowMatching(**{**defaults, **values}), accumulation, ema_decay, seed=2**40 + 5)
 
 
 def batch():
@@ -73,7 +73,7 @@ def run(place=None, steps=2, settings=None, **values):
     for _ in range(steps):
       sharded = {key: jax.device_put(value, place.sharding(("batch",) + (None,) * (value.ndim - 1), value.shape))
                  for key, value in batch().items()}
-      state, metrics = train_step(state, kept, sharded, np.zeros((1, 8), np.float32))
+      state, metrics = train_step(state, kept, sharded, {"text": np.zeros((1, 8), np.float32)})
       everything.append({key: float(value) for key, value in metrics.items()})
   return state, everything
 
@@ -106,7 +106,7 @@ def assert_same(result, rtol):
 @pytest.mark.parametrize("shift", [1.0, 5.0])
 def test_noise_levels_follow_the_distribution(normal, shift):
   uniform = (np.arange(20_000) + 0.5) / 20_000
-  sigma = np.asarray(step.NoiseLevels(shift, normal).sigma(uniform.astype(np.float32)))
+  sigma = np.asarray(objectives.NoiseLevels(shift, normal).sigma(uniform.astype(np.float32)))
   if normal is None:
     unshifted = uniform
   else:
@@ -119,9 +119,9 @@ def test_noise_levels_follow_the_distribution(normal, shift):
 @pytest.mark.parametrize("normal", [None, (0.5, 1.5)])
 def test_an_expert_sees_its_own_levels_in_the_same_proportions(normal):
   uniform = ((np.arange(4000) + 0.5) / 4000).astype(np.float32)
-  every = np.asarray(step.NoiseLevels(12.0, normal).sigma(uniform))
+  every = np.asarray(objectives.NoiseLevels(12.0, normal).sigma(uniform))
   for low, high in ((0.875, 1.0), (0.0, 0.875)):
-    mine = np.asarray(step.NoiseLevels(12.0, normal, low, high).sigma(uniform))
+    mine = np.asarray(objectives.NoiseLevels(12.0, normal, low, high).sigma(uniform))
     assert mine.min() >= low - 1e-6 and mine.max() <= high + 1e-6
     inside = every[(every >= low) & (every <= high)]
     np.testing.assert_allclose(np.quantile(mine, [0.1, 0.5, 0.9]), np.quantile(inside, [0.1, 0.5, 0.9]), atol=0.01)
@@ -141,7 +141,8 @@ def test_the_loss_is_that_of_the_velocity():
   values = batch()
   sigma = np.linspace(0, 1, B).astype(np.float32)
   keys = jax.random.split(jax.random.key(0), B)
-  losses = step.velocity_losses(Model(), values["latents"], values["text"], sigma, keys, recipe(placement()))
+  objective = recipe(placement()).objective
+  losses = objective.losses(types.SimpleNamespace(transformer=Model()), values["latents"], values, sigma, keys)
   clean = values["latents"]
   np.testing.assert_array_equal(seen["timestep"], sigma * 1000)
   np.testing.assert_array_equal(seen["latents"][0], clean[0])  # sigma 0: no noise
@@ -207,7 +208,7 @@ def test_average_of_the_weights():
 def test_a_lora_trains_its_adapters_alone():
   settings = config(lora_rank=2, lora_alpha=4.0)
   template = state_lib.make_template(settings, placement())
-  assert len(template.trained) == 2 * 10 and all(name.startswith("blocks.") for name in template.trained)
+  assert len(template.trained) == 2 * 10 and all(name.startswith("transformer.blocks.") for name in template.trained)
   state, metrics = run(settings=settings, steps=3)
   before = weights(template, template.trained)
   assert set(state.weights) == set(before)

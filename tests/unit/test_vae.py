@@ -97,6 +97,27 @@ def golden(request):
   return np.load(GOLDEN / f"{request.param}.npz"), golden_vae(request.param)
 
 
+@pytest.mark.parametrize("num_frames, remat", [(1, False), (9, False), (9, True)])
+def test_reconstruction_in_one_program_equals_streaming(num_frames, remat):
+  graphdef, state = nnx.split(tiny_vae())
+  video = np.clip(random(2, num_frames, 12, 12, 3), -1, 1)
+
+  def error(state, video):
+    frames, mean, log_variance = vae_module.reconstruct(nnx.merge(graphdef, state), video, jnp.zeros, remat=remat)
+    return jnp.mean(jnp.square(frames - video)), (frames, mean, log_variance)
+
+  (_, (frames, mean, log_variance)), gradient = jax.jit(jax.value_and_grad(error, has_aux=True))(state, video)
+  vae = nnx.merge(graphdef, state)
+  latents = encode_video(vae, video)
+  scale, shift = (np.asarray(x, np.float32) for x in (vae.config.latents_std, vae.config.latents_mean))
+  np.testing.assert_allclose(np.asarray(latents) * scale + shift, mean, rtol=1e-4, atol=1e-4)
+  np.testing.assert_allclose(decode(vae, latents), np.clip(frames, -1, 1), rtol=1e-4, atol=1e-4)
+  assert log_variance.shape == mean.shape
+  zero = {path[-2] for path, leaf in nnx.to_flat_state(gradient) if not np.abs(leaf.get_value()).max() > 0}
+  # Through a single frame no gradient reaches the convolutions over time, nor through the mean that of the variance.
+  assert zero <= ({"time_conv"} if num_frames == 1 else set())
+
+
 @pytest.mark.parametrize("num_frames", [1, 5, 13])
 def test_equals_the_reference(golden, num_frames):
   golden, vae = golden
