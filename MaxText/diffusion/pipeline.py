@@ -333,8 +333,8 @@ class VideoPipeline:
   def encode_prompts(self, prompts: Sequence[str], encoder: Umt5Encoder | None = None) -> dict[str, np.ndarray]:
     """Embeddings [T, E] of each distinct text, and of the negative prompt where guidance needs it, on the host.
 
-    Unless one is given, the text encoder is loaded for this and dropped again. Without weights there is no vocabulary either: the embeddings
-    are then random numbers seeded by the text.
+    Unless one is given, the text encoder is loaded for this and dropped again. Without weights there is no vocabulary
+    either: the embeddings are then random numbers seeded by the text.
     """
     negative = [self.config.negative_prompt] if any(step.guided for step in self.steps) else []
     texts = list(dict.fromkeys([*prompts, *negative]))
