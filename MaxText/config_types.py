@@ -172,6 +172,8 @@ class Settings(pydantic.BaseModel):
   # --- training
   train_target: Literal["dit", "text", "vae"] = _key("training", "dit",
     "what is trained: the transformer; transformer and text encoder together; or the VAE, by reconstruction")
+  vae_mse_weight: NonNegative = _key("training", 1.0,
+    "weight of the VAE's mean square error of a pixel, beside the mean absolute error")
   vae_kl_weight: NonNegative = _key("training", 1e-6,
     "weight of the VAE's divergence from a normal distribution, beside the mean absolute error of a pixel")
   steps: Count = _key("training", 1000, "optimizer steps of the whole run, those before a restart included")

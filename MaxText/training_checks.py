@@ -48,8 +48,9 @@ def _target(facts: Facts) -> Iterator[str]:
     for key in ("text_dropout", "timestep_sampling", "flow_shift", "train_expert"):
       if key in facts.user_keys:
         yield f"{key}: would do nothing, train_target=vae has no noise levels, texts or experts; leave it out"
-  elif "vae_kl_weight" in facts.user_keys:
-    yield "vae_kl_weight: would do nothing without train_target=vae; add it, or leave this out"
+  else:
+    for key in sorted({"vae_mse_weight", "vae_kl_weight"} & facts.user_keys):
+      yield f"{key}: would do nothing without train_target=vae; add it, or leave this out"
   if c.train_target == "text" and c.dataset_type != "synthetic" and c.load_parameters_path is None \
      and c.load_full_state_path is None:
     yield ("train_target=text: needs load_parameters_path, because captions are read by a model's tokenizer; "

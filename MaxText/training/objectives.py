@@ -148,13 +148,17 @@ class FlowMatching:
 
 @dataclasses.dataclass(frozen=True)
 class Reconstruction:
-  """Mean absolute error of the decoded video, and the divergence of the latents from a normal distribution.
+  """Error of the decoded video, and the divergence of the latents from a normal distribution.
+
+  The error is the mean absolute one and, weighted, the mean square, both of numbers in [-1, 1].
 
   Attributes:
+    mse_weight: of the mean square.
     kl_weight: of the divergence, a mean over all latent numbers as the error is one over all pixels.
     remat: 'none', or anything else: each chunk of frames is computed again in the backward pass.
   """
 
+  mse_weight: float
   kl_weight: float
   remat: str
 
@@ -168,7 +172,8 @@ class Reconstruction:
 
     video, mean, log_variance = vae_lib.reconstruct(models.vae, video_BTHW3, noise, remat=self.remat != "none")
     with jax.named_scope("loss"):
-      error = jnp.mean(jnp.abs(video - video_BTHW3))
+      difference = video - video_BTHW3
+      error = jnp.mean(jnp.abs(difference)) + self.mse_weight * jnp.mean(jnp.square(difference))
       divergence = 0.5 * jnp.mean(jnp.square(mean) + jnp.exp(log_variance) - 1 - log_variance)
       positions = tuple(range(mean.ndim - 1))
       metrics = {"psnr": _psnr(video, video_BTHW3), "kl": divergence}
@@ -189,7 +194,7 @@ Objective = FlowMatching | Reconstruction
 def make_objective(config, placement: sharding.Placement) -> Objective:
   """What a configuration's train_target asks for."""
   if config.train_target == "vae":
-    return Reconstruction(config.vae_kl_weight, config.remat_policy)
+    return Reconstruction(config.vae_mse_weight, config.vae_kl_weight, config.remat_policy)
   low, high = {None: (0.0, 1.0), "high_noise": (config.boundary_ratio, 1.0), "low_noise": (0.0, config.boundary_ratio)}[
     config.train_expert]
   logit_normal = config.timestep_sampling == "logit_normal"

@@ -36,11 +36,13 @@ from MaxText.video_io import read_video  # noqa: E402
 
 WORK_SIDE = 128  # clips are shrunk by a whole factor until the shorter side is less than twice this
 COVER = 0.4  # of a named colour's chroma: where a region begins
+LEAST_CHROMA = 60  # of 255, away from the background: what a colour has at least where the background has its hue
 SMALLEST = 0.0015  # area of a region, by the shorter side's square; the smallest thing that is drawn has 0.0045
 FRAGMENT = 0.3  # regions smaller than this, by the largest of their colour in the frame, are not counted
 STAIN = 0.15  # of a region's chroma: less is taken for background when its shape is measured
 BORDER, MOST_BLURS = 5, 5  # pixels around a region that its shape is compared in; blurs of 3 x 3 that an outline may have
 SHAPE_FRAMES = 13  # of a clip, at most, in which shapes are measured; places and sizes are measured in all
+WORST_MISFIT = 0.3  # a shape that fits no better is unclear; drawn clips have 0.05, blurred and noisy ones up to 0.2
 PRESENT = 0.5  # of the frames: a colour seen in fewer is not a thing
 STEADY = 0.6  # of the frames must show the same number of things
 # Changes over the clip that count as a whole one: the middle of what is drawn. Places in pictures, sizes in octaves.
@@ -191,7 +193,8 @@ def _motion(time_T: np.ndarray, track: Sequence[Region]) -> tuple[str | None, st
   if time_T[-1] - time_T[0] < 0.7:
     return None, "seen for less than 0.7 of the clip"
   across, down, growth = (np.polyfit(time_T, values_T, 1)[0] for values_T in (x_T, y_T, octaves_T))
-  smooth_T = np.median([y_T[:-2], y_T[1:-1], y_T[2:]], axis=0)  # one stray frame makes no bounce
+  # One stray frame makes no bounce; in a short clip the lowest place may be seen in one frame alone.
+  smooth_T = np.median([y_T[:-2], y_T[1:-1], y_T[2:]], axis=0) if len(y_T) >= 17 else y_T
   fallen_T = smooth_T - np.minimum.accumulate(smooth_T)
   risen_T = smooth_T - np.minimum.accumulate(smooth_T[::-1])[::-1]
   back = float(np.max(np.minimum(fallen_T, risen_T)))
@@ -216,7 +219,7 @@ def _shape(track: Sequence[Region]) -> tuple[str | None, str]:
              for shape in clips.SHAPES}
   best, second = sorted(misfits, key=misfits.get)[:2]
   words = f"{best} off by {misfits[best]:.2f}, {second} by {misfits[second]:.2f}"
-  return best, words
+  return best if misfits[best] <= WORST_MISFIT else None, words
 
 
 # --- regions
@@ -233,9 +236,11 @@ def find_regions(video: np.ndarray) -> list[list[Region]]:
   strength_THW = np.abs(chroma_THW)
   # Chroma of the named colours over this background: what is blended at an edge points from one to the other.
   named_K = (_chroma(np.array(list(clips.COLOURS.values()))) - ground).astype(np.complex64)
-  likely = np.flatnonzero(strength_THW >= COVER * np.abs(named_K).min())  # few pixels: the rest is quick
-  nearest = _nearest(chroma_THW.ravel()[likely], named_K)
-  inside = likely[strength_THW.ravel()[likely] >= COVER * np.abs(named_K)[nearest]]
+  reach_K = np.maximum(np.abs(named_K), LEAST_CHROMA)
+  hues_K = named_K / reach_K
+  likely = np.flatnonzero(strength_THW >= COVER * reach_K.min())  # few pixels: the rest is quick
+  nearest = _nearest(chroma_THW.ravel()[likely], hues_K)
+  inside = likely[strength_THW.ravel()[likely] >= COVER * reach_K[nearest]]
   mask_THW = np.zeros(strength_THW.shape, bool)
   mask_THW.ravel()[inside] = True
   labels_THW = label(mask_THW)
@@ -253,15 +258,15 @@ def find_regions(video: np.ndarray) -> list[list[Region]]:
     # Of the region's own chroma, so that a pale thing has a shape as well; faint stains are left out.
     cover_HW = strength_THW[window] / np.percentile(strength_THW.ravel()[pixels], 75)
     cover_HW = np.where(others_HW | (cover_HW < STAIN), 0, np.minimum(cover_HW, 1))
-    colour = list(clips.COLOURS)[_nearest(chroma_THW.ravel()[pixels].sum(keepdims=True), named_K)[0]]
+    colour = list(clips.COLOURS)[_nearest(chroma_THW.ravel()[pixels].sum(keepdims=True), hues_K)[0]]
     with_shape = t[0] % -(-num_frames // SHAPE_FRAMES) == 0
     frames[t[0]].append(_region(colour, cover_HW, window[1].start, window[2].start, height, width, with_shape))
   return frames
 
 
-def _nearest(chroma_N: np.ndarray, named_K: np.ndarray) -> np.ndarray:
+def _nearest(chroma_N: np.ndarray, hues_K: np.ndarray) -> np.ndarray:
   """Index of the colour with the nearest hue."""
-  return np.argmax((chroma_N[:, None] * (named_K / np.abs(named_K)).conj()).real, axis=1)
+  return np.argmax((chroma_N[:, None] * hues_K.conj()).real, axis=1)
 
 
 def _region(colour: str, cover_HW: np.ndarray, top: int, left: int, height: int, width: int, with_shape: bool) -> Region:
