@@ -14,8 +14,8 @@ folder (convert_checkpoint) → a video of each caption, from noise (decode). It
 FOLDER/sheet.png shows, for each clip: its frames, what the VAE makes of them, the sample.
 
 Measured without --vae_steps on 2 busy CPU cores, command by command (float32, 1.2 M parameters, 48×80, 9 frames): 1,000
-steps of 0.3 to 0.5 s; loss 2.443 → 0.084; latents 28.6 and 29.0 dB; largest difference from Diffusers' latents 7e-7 of the
-largest latent. The way with --vae_steps has not been run to its end.
+steps of 0.3 to 0.5 s; loss 2.443 → 0.084; latents 28.6 and 29.0 dB; largest difference from Diffusers' latents 7e-7 of
+the largest latent. The way with --vae_steps has not been run to its end.
 """
 
 from __future__ import annotations
