@@ -215,6 +215,8 @@ class Settings(pydantic.BaseModel):
   profiler: Literal["none", "xplane"] = _key("training", "none", "write a trace of some steps for XProf or TensorBoard")
   skip_first_n_steps_for_profiler: Index = _key("training", 1, "steps of this start that pass before the trace begins")
   profiler_steps: Count = _key("training", 3, "steps in the trace")
+  write_tensorboard: bool = _key("training", False, "write the metrics for TensorBoard too")
+  sample_interval: Index = _key("training", 0, "steps between sample videos of prompt; 0 makes none")
 
   # --- data
   dataset_type: Literal["synthetic", "latents", "video"] = _key("data", "synthetic",

@@ -52,6 +52,7 @@ def main(argv: list[str]) -> None:
     sharding.check_sharded_enough(template.abstract_state(template.variables), placement, config.sharding_tolerance)
     iterator = make_iterator(config, placement, "train")
   checkpoints = checkpointing.Checkpoints(config, template)
+  sample_videos = make_samples(config, template, checkpoints.run, reporter)
   with reporter.stage("load"):
     start = checkpoints.start(optimizer, placement, iterator)
     empty = empty_prompt(config, placement)
@@ -70,8 +71,7 @@ def main(argv: list[str]) -> None:
   train_step = step.jit_train_step(template, optimizer, recipe, abstract, placement)
   eval_step = step.jit_eval_step(template, recipe, config.eval_buckets, placement)
   main_process = jax.process_index() == 0
-  lines = metrics.MetricsFile(
-    checkpoints.run / "metrics.jsonl" if config.write_metrics and main_process else None, completed)
+  lines = metrics.RunMetrics(config, checkpoints.run, completed)
   profile = Profile(config, checkpoints.run, completed)
   schedule = state.learning_rate(config)
 
@@ -116,6 +116,11 @@ def main(argv: list[str]) -> None:
           lines.write(step=completed, eval_loss=mean, **parts)
         last = time.perf_counter()
 
+      if sample_videos is not None and sample_videos.due(completed):
+        weights = train_state.weights if train_state.ema is None else train_state.ema
+        sample_videos.write(completed, weights, kept)
+        last = time.perf_counter()
+
       stop = stop_asked(completed)
       if checkpoints.due(completed) or stop:
         checkpoints.save(completed, train_state, iterator, start.base)
@@ -129,14 +134,28 @@ def main(argv: list[str]) -> None:
 
 
 def start_hosts() -> None:
-  """Joins the hosts of a job: where a coordinator is named (JAX_COORDINATOR_ADDRESS), or on a TPU slice of several."""
+  """Joins the hosts of a job: on a TPU slice of several, or where JAX_COORDINATOR_ADDRESS names one of them.
+
+  Off TPU and outside of a job manager that JAX knows, JAX_NUM_PROCESSES and JAX_PROCESS_ID say how many there are and
+  which this is.
+
+  Raises:
+    ConfigError: a coordinator, but not which of how many processes this is.
+  """
   hosts = os.environ.get("TPU_WORKER_HOSTNAMES", "").count(",")
   if not (hosts or os.environ.get("JAX_COORDINATOR_ADDRESS") or os.environ.get("MEGASCALE_COORDINATOR_ADDRESS")):
     return
   import jax
 
-  if not jax.distributed.is_initialized():
-    jax.distributed.initialize()
+  if jax.distributed.is_initialized():
+    return
+  try:
+    known = {argument: int(os.environ[name]) for argument, name in
+             (("num_processes", "JAX_NUM_PROCESSES"), ("process_id", "JAX_PROCESS_ID")) if name in os.environ}
+    jax.distributed.initialize(**known)
+  except (ValueError, TypeError) as e:
+    raise ConfigError(f"JAX_COORDINATOR_ADDRESS={os.environ.get('JAX_COORDINATOR_ADDRESS')}: the hosts cannot be joined "
+                      f"({e}); set JAX_NUM_PROCESSES, and JAX_PROCESS_ID of each, 0 for the coordinator") from e
 
 
 def check_mesh(config, placement) -> None:
@@ -221,6 +240,16 @@ def evaluate(config, placement, eval_step, weights, kept) -> list[float]:
     for number in range(config.eval_steps)
   ]
   return np.mean(losses, axis=0).tolist()
+
+
+def make_samples(config, template, run: pathlib.Path, reporter: Reporter):
+  """What makes a sample video every sample_interval steps, its prompt already embedded; None for none."""
+  if not config.sample_interval:
+    return None
+  from MaxText.training.samples import Samples
+
+  with reporter.stage("text"), pyconfig.input_errors():
+    return Samples(config, template, run, reporter)
 
 
 class Profile:

@@ -12,12 +12,14 @@ if TYPE_CHECKING:
 
 # Keys of other groups that train reads; the rest of these groups would do nothing.
 _READ = frozenset({"height", "width", "num_frames", "fps", "flow_shift", "boundary_ratio", "seed"})
+_SAMPLING = frozenset({"prompt", "negative_prompt", "num_inference_steps", "guidance_scale", "solver"})  # sample videos
 _UNREAD_RUN = frozenset({"resume", "dry_run", "compile_topology"})
 _INSTEAD = {
   "resume": "a run with checkpoints continues by itself when its run_name is given",
   "batch_size": "the key of training is global_batch_size",
   "lora_path": "to train a LoRA set lora_rank",
-  "num_inference_steps": "the key of training is steps",
+  "num_inference_steps": "the key of training is steps; sample videos need sample_interval",
+  "prompt": "for a video of it every so often set sample_interval",
 }
 
 
@@ -27,13 +29,15 @@ def check_training(facts: Facts) -> Iterator[str]:
     for key in sorted(facts.user_keys & set(config_types.keys_of("training"))):
       yield f"{key}: would do nothing, {facts.command} does not train; leave it out, or use python -m MaxText.train"
     return
-  unread = (set(config_types.keys_of("sampling")) - _READ) | _UNREAD_RUN
+  sampling = _SAMPLING if facts.config.sample_interval else frozenset()
+  unread = (set(config_types.keys_of("sampling")) - _READ - sampling) | _UNREAD_RUN
   for key in sorted(facts.user_keys & unread):
     yield f"{key}: train does not read it; " + _INSTEAD.get(key, "leave it out")
   yield from _target(facts)
   yield from _model(facts)
   yield from _batch(facts)
   yield from _idle(facts)
+  yield from _samples(facts)
 
 
 def _target(facts: Facts) -> Iterator[str]:
@@ -101,3 +105,18 @@ def _idle(facts: Facts) -> Iterator[str]:
     for key in keys:
       if not on and key in facts.user_keys:
         yield f"{key}: would do nothing without {switch}; add it, or leave this out"
+
+
+def _samples(facts: Facts) -> Iterator[str]:
+  c = facts.config
+  if not c.sample_interval:
+    return
+  if c.train_target == "vae":
+    yield (f"sample_interval={c.sample_interval}: train_target=vae makes no videos of prompts; leave it out, and set "
+           "eval_interval to see how well videos are reconstructed")
+    return
+  if c.prompt is None:
+    yield f'sample_interval={c.sample_interval}: give prompt="…", what the sample videos show'
+  if c.load_parameters_path is None:
+    yield (f"sample_interval={c.sample_interval}: needs load_parameters_path, a model whose text encoder and VAE make "
+           "the sample videos; give it, or leave sample_interval out")

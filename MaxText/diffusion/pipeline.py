@@ -325,11 +325,18 @@ class VideoPipeline:
 
   # --- text
 
-  def encode_prompts(self, prompts: Sequence[str]) -> dict[str, np.ndarray]:
+  def _load_text_encoder(self) -> Umt5Encoder:
+    """The largest network: weights that are stored in bfloat16 stay so, since each layer is cast when it is used."""
+    stored = set(export.stored_dtypes(self.folder, "text_encoder").values())
+    weight_dtype = jnp.bfloat16 if stored == {np.dtype(jnp.bfloat16)} else self.dtypes["weight_dtype"]
+    dtypes = {**self.dtypes, "weight_dtype": weight_dtype}
+    return self._load("text_encoder", lambda: Umt5Encoder(self.config.umt5(), rngs=nnx.Rngs(0), **dtypes))
+
+  def encode_prompts(self, prompts: Sequence[str], encoder: Umt5Encoder | None = None) -> dict[str, np.ndarray]:
     """Embeddings [T, E] of each distinct text, and of the negative prompt where guidance needs it, on the host.
 
-    The text encoder is loaded for this and dropped again. Without weights there is no vocabulary either: the embeddings
-    are then random numbers seeded by the text.
+    Unless one is given, the text encoder is loaded for this and dropped again. Without weights there is no vocabulary
+    either: the embeddings are then random numbers seeded by the text.
     """
     negative = [self.config.negative_prompt] if any(step.guided for step in self.steps) else []
     texts = list(dict.fromkeys([*prompts, *negative]))
@@ -345,14 +352,11 @@ class VideoPipeline:
         )
     embedded: dict[str, np.ndarray] = {}
     with self._on_mesh():
-      # The largest network: weights that are stored in bfloat16 stay so, since each layer is cast when it is used.
-      stored = set(export.stored_dtypes(self.folder, "text_encoder").values())
-      weight_dtype = jnp.bfloat16 if stored == {np.dtype(jnp.bfloat16)} else self.dtypes["weight_dtype"]
-      dtypes = {**self.dtypes, "weight_dtype": weight_dtype}
-      encoder = self._load("text_encoder", lambda: Umt5Encoder(self.config.umt5(), rngs=nnx.Rngs(0), **dtypes))
+      encoder = encoder or self._load_text_encoder()
       for start in range(0, len(texts), PROMPTS_A_BATCH):
         group = texts[start : start + PROMPTS_A_BATCH]
-        values = np.asarray(encode_prompts(encoder, tokenizer, group)).astype(np.float32)
+        values = jax.device_put(encode_prompts(encoder, tokenizer, group), self.placement.replicated)
+        values = np.asarray(values).astype(np.float32)  # whole on every host
         embedded.update(zip(group, values, strict=True))
     for text, value in embedded.items():
       if not np.isfinite(value).all():

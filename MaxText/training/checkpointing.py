@@ -9,6 +9,7 @@ whatever mesh there is. `checkpoints/training_folder.py` says what lies in it.
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import pathlib
 from collections.abc import Mapping
@@ -250,7 +251,7 @@ def _item(path: str, name: str, target: Any) -> Any:
     raise ValueError(f"{directory} is missing")
   try:
     if name == ITERATOR:
-      return grain.checkpoint.CheckpointHandler().restore(_epath(directory), item=target)
+      return _move_iterator(pathlib.Path(directory), target)
     arguments = ocp.checkpoint_utils.construct_restore_args(target)
     with ocp.Checkpointer(_handler()) as checkpointer:
       return checkpointer.restore(directory, args=ocp.args.PyTreeRestore(item=target, restore_args=arguments))
@@ -258,10 +259,17 @@ def _item(path: str, name: str, target: Any) -> Any:
     raise ValueError(f"{directory} is damaged ({training_folder.first_line(e)})") from e
 
 
-def _epath(path: str):
-  from etils import epath
+def _move_iterator(directory: pathlib.Path, iterator: grain.DatasetIterator) -> None:
+  """Sets the iterator to where a checkpoint left it.
 
-  return epath.Path(path)
+  Grain keeps one file a process, and would read that of the same process of as many. Ours all say the same: how many
+  global batches were taken. So any of them serves, and a run may go on with another number of hosts.
+  """
+  states = {path.read_text() for path in sorted(directory.glob("process_*-of-*.json"))}
+  if len(states) != 1:
+    raise ValueError(f"{len(states)} different positions in the data, where there should be one")
+  iterator.set_state(json.loads(states.pop()))
+  iterator.start_prefetch()
 
 
 def finite(metrics: Mapping[str, Any]) -> bool:

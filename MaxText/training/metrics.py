@@ -11,6 +11,10 @@ import math
 import pathlib
 from typing import Any, TextIO
 
+import jax
+
+from MaxText.training.tensorboard import TensorBoard
+
 # Dense bfloat16 TFLOP/s of one device by its `device_kind`, from Google Cloud's pages on each TPU version.
 PEAK_TFLOPS = {"TPU v4": 275.0, "TPU v5 lite": 197.0, "TPU v5": 459.0, "TPU v6 lite": 918.0, "TPU7x": 1153.5}
 
@@ -82,6 +86,25 @@ def batch_flops(config, batch) -> float:
 def step_line(step: int, seconds: float, tflops: float, loss: float) -> str:
   """MaxText's line. step: how many are completed; tflops: of one device."""
   return f"completed step: {step}, seconds: {seconds:.3f}, TFLOP/s/device: {tflops:.3f}, loss: {loss:.6f}"
+
+
+class RunMetrics:
+  """All that a run keeps of its steps: metrics.jsonl and TensorBoard's files, each if asked for, by the first process."""
+
+  def __init__(self, config, run: pathlib.Path, step: int):
+    first = jax.process_index() == 0
+    self._outputs = (
+      MetricsFile(run / "metrics.jsonl" if config.write_metrics and first else None, step),
+      TensorBoard(run / "tensorboard" if config.write_tensorboard and first else None, step))
+
+  def write(self, **values: Any) -> None:
+    """`step` says how many are completed."""
+    for output in self._outputs:
+      output.write(**values)
+
+  def close(self) -> None:
+    for output in self._outputs:
+      output.close()
 
 
 class MetricsFile:

@@ -14,11 +14,12 @@ import jax
 import numpy as np
 import pytest
 
-from MaxText import convert_checkpoint, decode, pyconfig, train
+from MaxText import convert_checkpoint, decode, encode_dataset, pyconfig, train
 from MaxText.checkpoints.folder import open_folder
 from MaxText.diffusion.pipeline import VideoPipeline
 from MaxText.input_pipeline import synthetic
 from MaxText.training import metrics
+from MaxText.video_io import read_video, write_video
 
 PIPE = pathlib.Path(__file__).parent.parent / "golden" / "pipelines" / "one_expert" / "pipe"
 SIZE = ["height=32", "width=32", "num_frames=5"]
@@ -263,6 +264,77 @@ def test_profile_and_evaluation_are_written_when_asked(tmp_path):
   assert len(list((made / "profile").rglob("*.xplane.pb"))) == 1
   evaluations = [line for line in lines(made) if "eval_loss" in line]
   assert [line["step"] for line in evaluations] == [2, 3] and len(evaluations[0]["eval_loss_by_noise_level"]) == 4
+
+
+def test_tensorboard_and_sample_videos_are_written_when_asked(tmp_path):
+  sampling = ["prompt=a ball", "num_inference_steps=2", "guidance_scale=2", "seed=3"]
+  made = run(tmp_path, "run", "steps=3", EMA, "write_tensorboard=true", "sample_interval=2", "eval_interval=3", *sampling)
+  assert sorted(os.listdir(made / "samples")) == ["step_000002.mp4", "step_000003.mp4"]
+  assert decode.main([
+    "configs/video.yml", f"load_parameters_path={made / 'checkpoints' / '3'}", "log_format=quiet", *SIZE, *sampling,
+    "dtype=float32", f"base_output_directory={tmp_path}", "run_name=video"]) == 0
+  frames = read_video(made / "samples" / "step_000003.mp4").astype(int)
+  assert frames.shape == (5, 32, 32, 3) and np.abs(frames - read_video(tmp_path / "video" / "video.mp4")).max() <= 4
+  assert np.abs(frames - read_video(made / "samples" / "step_000002.mp4")).max() > 0
+  told = tensorboard_scalars(made / "tensorboard")
+  assert {step: told["loss", step] for step in (1, 2, 3)} == pytest.approx(losses(made))
+  evaluation = next(line for line in lines(made) if "eval_loss" in line)["eval_loss_by_noise_level"]
+  assert [told[f"eval_loss_by_noise_level/{i}", 3] for i in range(4)] == pytest.approx(evaluation)
+
+
+def tensorboard_scalars(folder):
+  """(name, step) → value of the event files: records of a length, its checksum, an Event, its checksum."""
+  from tensorboardX.proto.event_pb2 import Event
+
+  found = {}
+  for path in folder.iterdir():
+    content, place = path.read_bytes(), 0
+    while place < len(content):
+      length = int.from_bytes(content[place:place + 8], "little")
+      event = Event.FromString(content[place + 12:place + 12 + length])
+      found |= {(value.tag, event.step): value.simple_value for value in event.summary.value}
+      place += length + 16
+  return found
+
+
+def test_both_experts_are_trained_and_sampled_from(tmp_path):
+  """The run of the second expert starts from the checkpoint of the first, and decode takes both from there."""
+  pipe = PIPE.parent.parent / "two_experts" / "pipe"
+  high = run(tmp_path, "high", "steps=1", f"load_parameters_path={pipe}", "train_expert=high_noise", "learning_rate=0.01")
+  high = high / "checkpoints" / "1"
+  low = run(tmp_path, "low", "steps=1", f"load_parameters_path={high}", "train_expert=low_noise", "learning_rate=0.01")
+  low = low / "checkpoints" / "1"
+  assert (high / "transformer").is_dir() and (low / "transformer_2").is_dir() and not (low / "transformer").exists()
+  neither, one, both = (latents_of(tmp_path, f"load_parameters_path={path}") for path in (pipe, high, low))
+  assert np.abs(one - neither).max() > 1e-3 and np.abs(both - one).max() > 1e-3
+
+
+@pytest.fixture(scope="module")
+def videos(tmp_path_factory):
+  """Three videos of moving squares with captions, and a file that is none."""
+  root, random = tmp_path_factory.mktemp("videos"), np.random.default_rng(0)
+  for n in range(3):
+    tiles = random.integers(0, 255, (12, 2, 2, 3), np.uint8)
+    write_video(root / f"{n}.mp4", tiles.repeat(16, axis=1).repeat(16, axis=2), 32, 32, 16)
+    (root / f"{n}.txt").write_text(f"a ball {'rolls ' * n}")
+  (root / "bad.mp4").touch()
+  (root / "bad.txt").write_text("nothing")
+  return root
+
+
+def test_raw_videos_train_as_their_shards_do(tmp_path, videos, capsys):
+  shards, clips = tmp_path / "shards", [f"video_directory={videos}", "clips_per_video=2"]
+  assert encode_dataset.main([
+    "configs/train_video.yml", f"load_parameters_path={PIPE}", *SIZE, *clips, f"dataset_path={shards}",
+    "log_format=quiet"]) == 0
+  common = ["global_batch_size=2", "text_dropout=0.5", "checkpoint_period=2"]
+  encoded = run(tmp_path, "encoded", "steps=4", "dataset_type=latents", f"dataset_path={shards}", *common)
+  on_the_fly = run(tmp_path, "video", "steps=4", "dataset_type=video", *clips, *common)
+  assert "bad.mp4" in capsys.readouterr().out
+  assert losses(on_the_fly) == pytest.approx(losses(encoded), rel=1e-4) and len(losses(encoded)) == 4
+  before = losses(on_the_fly)
+  shutil.rmtree(on_the_fly / "checkpoints" / "4")
+  assert losses(run(tmp_path, "video", "steps=4", "dataset_type=video", *clips, *common)) == before
 
 
 @pytest.mark.devices(4)
