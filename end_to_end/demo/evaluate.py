@@ -354,6 +354,8 @@ def main(argv: list[str]) -> None:
   todo = [part for part in PARTS if part in wanted and not (out / f"{part}.json").exists()]
   needed = {(i, variant) for part in todo for variant in PARTS[part][1] for i in PARTS[part][2](made)}
   made.expected = sum(not made.path(*clip).exists() for clip in needed)
+  for variant in {variant for _, variant in needed} - {"dense", "dense_again"}:
+    made.pipeline(variant)  # loads nothing yet: what is wrong with the settings shows now, not after an hour
   made.reporter.info(f"parts: {', '.join(todo) or 'all done'}; {made.expected} clips to make, {len(needed)} needed")
   for part in todo:
     write_json(str(out / f"{part}.json"), PARTS[part][0](made, out))
