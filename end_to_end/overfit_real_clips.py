@@ -47,7 +47,7 @@ TRAINING = {
   "learning_rate": 2e-3, "learning_rate_schedule": "cosine", "cosine_learning_rate_final_fraction": 0.02,
   "warmup_steps": 20, "adam_weight_decay": 0, "checkpoint_period": 0, "log_format": "quiet",
 }
-VAE = TRAINING | {"global_batch_size": 2, "ema_decay": 0.95}
+VAE = TRAINING | {"learning_rate": 1e-3, "global_batch_size": 2, "ema_decay": 0.95, "vae_mse_weight": 4}
 TRANSFORMER = TRAINING | {
   "steps": 1000, "global_batch_size": 8, "text_dropout": 0, "ema_decay": 0.98, "adam_b2": 0.99, "eval_interval": 250,
   "eval_steps": 4,
