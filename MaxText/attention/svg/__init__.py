@@ -40,7 +40,7 @@ CHOICES = {
   "backend": ("xla", "pallas"),
 }
 # Short sequences get tiles that still split them this often, so that a rounded mask keeps its shape.
-TILES_A_SIDE, SMALLEST_TILE = 8, 64
+TILES_A_SIDE, SMALLEST_TILE = 6, 64
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,8 @@ The sample covers the whole sequence, its positions are fixed by the grid alone,
 but its own q, k and v: every shard and every host decides the same. What is scored is the mask that the kernel runs,
 rounded where the kernel rounds.
 
-Legend: B batch, S tokens, N heads, D head dim, R sampled rows, t keys of a chunk, M = 3 masks (none, spatial, temporal).
+Legend: B batch, S tokens, N heads, H heads of all batch elements, D head dim, R sampled rows, t keys of a chunk, M = 3
+masks (none, spatial, temporal).
 Scores are kept transposed, keys × rows: statistics of a row then need no sum across neighbouring elements.
 """
 
@@ -92,8 +93,9 @@ def errors(
       out_HMRD = routing_kernel.sampled_outputs(q_HRD, k_HSD, v_HSD, position_S, tuple(edges), interpret=interpret)
       out_BNMRD = out_HMRD.reshape(len(q_BSND), -1, *out_HMRD.shape[1:])
     else:
-      q_BRND = q_BSND[:, rows].astype(jnp.float32) * exponent
-      out_BNMRD = jnp.moveaxis(_sampled_outputs(q_BRND, k_BSND, v_BSND, keep, chunk), 2, -1)
+      q_HRD = heads_first(q_BSND[:, rows]).astype(jnp.float32) * exponent
+      out_HDMR = _sampled_outputs(q_HRD, heads_first(k_BSND), heads_first(v_BSND), keep, chunk)
+      out_BNMRD = jnp.moveaxis(out_HDMR.reshape(len(q_BSND), -1, *out_HDMR.shape[1:]), 2, -1)
     return jnp.square(out_BNMRD[:, :, 1:] - out_BNMRD[:, :, :1]).mean((3, 4))
 
 
@@ -103,35 +105,35 @@ def _sampled_intervals(mask: HeadMask, rows: np.ndarray, kernel: str, block_q: i
   return sink, start_S[position].astype(np.int32), stop_S[position].astype(np.int32)
 
 
-def _sampled_outputs(q_BRND, k_BSND, v_BSND, keep, chunk: int) -> jax.Array:
-  """Attention of the sampled rows without and under each mask in one pass over the keys, [B, N, D, M, R] float32.
+def _sampled_outputs(q_HRD, k_HSD, v_HSD, keep, chunk: int) -> jax.Array:
+  """Attention of the sampled rows without and under each mask in one pass over the keys, [H, D, M, R] float32.
 
   q comes times log2(e) / sqrt(D). `keep(tokens)` gives each mask's [t, R].
   The three share scores and exponentials, which are relative to the row's largest score of all keys. A mask that keeps
   nothing above 2⁻¹²⁶ of that weight gives 0.
   """
-  B, R, N, D = q_BRND.shape
-  num_keys, M = k_BSND.shape[1], 3
+  H, R, D = q_HRD.shape
+  num_keys, M = k_HSD.shape[1], 3
   chunk = min(chunk, num_keys)
 
   def step(carry, first):
-    max_BNR, sum_BNMR, out_BNDMR = carry
+    max_HR, sum_HMR, out_HDMR = carry
     begin = jnp.minimum(first, num_keys - chunk)  # the last chunk reaches back; what the one before it had is left out
     token_t = begin + lax.iota(jnp.int32, chunk)
-    k_BtND, v_BtND = (
-      lax.dynamic_slice_in_dim(x, begin, chunk, axis=1).astype(jnp.float32) for x in (k_BSND, v_BSND))
-    score_BNtR = jnp.einsum("btnd,brnd->bntr", k_BtND, q_BRND)
-    score_BNtR = jnp.where((token_t >= first)[:, None], score_BNtR, -jnp.inf)
-    new_max_BNR = jnp.maximum(max_BNR, score_BNtR.max(-2))
-    scale_BNR = jnp.exp2(max_BNR - new_max_BNR)
-    weight_BNtR = jnp.exp2(score_BNtR - new_max_BNR[:, :, None])
-    weight_BNtX = jnp.concatenate([weight_BNtR, *(jnp.where(kept, weight_BNtR, 0.0) for kept in keep(token_t))], -1)
-    part_BNDX = jnp.einsum("btnd,bntx->bndx", v_BtND, weight_BNtX)
-    sum_BNMR = sum_BNMR * scale_BNR[:, :, None] + weight_BNtX.sum(-2).reshape(sum_BNMR.shape)
-    out_BNDMR = out_BNDMR * scale_BNR[:, :, None, None] + part_BNDX.reshape(out_BNDMR.shape)
-    return (new_max_BNR, sum_BNMR, out_BNDMR), None
+    k_HtD, v_HtD = (
+      lax.dynamic_slice_in_dim(x, begin, chunk, axis=1).astype(jnp.float32) for x in (k_HSD, v_HSD))
+    score_HtR = jnp.einsum("htd,hrd->htr", k_HtD, q_HRD)
+    score_HtR = jnp.where((token_t >= first)[:, None], score_HtR, -jnp.inf)
+    new_max_HR = jnp.maximum(max_HR, score_HtR.max(-2))
+    scale_HR = jnp.exp2(max_HR - new_max_HR)
+    weight_HtR = jnp.exp2(score_HtR - new_max_HR[:, None])
+    weight_HtX = jnp.concatenate([weight_HtR, *(jnp.where(kept, weight_HtR, 0.0) for kept in keep(token_t))], -1)
+    part_HDX = jnp.einsum("htd,htx->hdx", v_HtD, weight_HtX)
+    sum_HMR = sum_HMR * scale_HR[:, None] + weight_HtX.sum(-2).reshape(sum_HMR.shape)
+    out_HDMR = out_HDMR * scale_HR[:, None, None] + part_HDX.reshape(out_HDMR.shape)
+    return (new_max_HR, sum_HMR, out_HDMR), None
 
-  start = (jnp.full((B, N, R), -jnp.inf), jnp.zeros((B, N, M, R)), jnp.zeros((B, N, D, M, R)))
+  start = (jnp.full((H, R), -jnp.inf), jnp.zeros((H, M, R)), jnp.zeros((H, D, M, R)))
   firsts = jnp.arange(-(-num_keys // chunk), dtype=jnp.int32) * chunk
-  (_, sum_BNMR, out_BNDMR), _ = lax.scan(step, start, firsts)
-  return out_BNDMR / jnp.where(sum_BNMR > 0, sum_BNMR, 1.0)[:, :, None]
+  (_, sum_HMR, out_HDMR), _ = lax.scan(step, start, firsts)
+  return out_HDMR / jnp.where(sum_HMR > 0, sum_HMR, 1.0)[:, None]
