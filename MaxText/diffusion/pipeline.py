@@ -232,7 +232,7 @@ class VideoPipeline:
     self.step_seconds: list[float] = []
     self.compile_seconds = 0.0
     self._programs: dict[Any, Callable] = {}
-    if config.jax_cache_dir:
+    if config.jax_cache_dir and config.compile_topology is None:  # what is compiled without a device cannot be read back
       jax.config.update("jax_compilation_cache_dir", str(user_path(config.jax_cache_dir).absolute()))
 
   def _check_mesh(self) -> None:
