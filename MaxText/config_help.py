@@ -20,6 +20,7 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
         "Fine-tunes a Wan model, or trains one from random weights.",
         ("configs/train_video.yml load_parameters_path=FOLDER run_name=mine steps=2000 learning_rate=1e-5",
          "configs/train_video.yml load_parameters_path=FOLDER run_name=mine lora_rank=32 learning_rate=1e-4",
+         "configs/train_video.yml load_parameters_path=FOLDER train_target=vae dataset_type=video video_directory=VIDEOS",
          "configs/train_video.yml dataset_type=synthetic steps=10"),
         ("run", "training", "data", "sampling", "attention", "memory", "mesh", "architecture")),
     "encode_dataset": (
@@ -34,9 +35,12 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
         ("configs/train_video.yml video_directory=VIDEOS tokenizer_path=tokenizer tokenizer_vocab_size=4000",),
         ("run", "data")),
     "convert_checkpoint": (
-        "Converts a Wan model to our Orbax checkpoint, or an Orbax checkpoint back to a Diffusers folder.",
+        "Converts a Wan model to our Orbax checkpoint, or an Orbax or training checkpoint to a Diffusers folder; or writes "
+        "a new model of random weights around the tokenizer in tokenizer_path.",
         ("configs/video.yml load_parameters_path=FOLDER convert_to=orbax converted_path=CHECKPOINT",
-         "configs/video.yml load_parameters_path=CHECKPOINT convert_to=diffusers converted_path=FOLDER"),
+         "configs/video.yml load_parameters_path=CHECKPOINT convert_to=diffusers converted_path=FOLDER",
+         "configs/video.yml model_name=wan-demo init_random_weights=true tokenizer_path=TOKENIZER convert_to=diffusers "
+         "converted_path=FOLDER"),
         ("run", "conversion", "memory", "architecture")),
     "benchmark_attention": (
         "Times every attention kernel, routing and layout on one shape: measured on the TPU here, or with "

@@ -13,7 +13,8 @@ import os
 import statistics
 import subprocess
 import sys
-import time
+
+from compare_with_diffusers import time_calls
 
 HEADS, HEAD_DIM, FFN, TEXT = 4, 64, 1024, 512
 WIDTH = HEADS * HEAD_DIM
@@ -29,16 +30,6 @@ def inputs(grid):
   tokens = grid[0] * grid[1] * grid[2]
   shapes = ((1, tokens, WIDTH), (1, TEXT, WIDTH), (1, 6, WIDTH), (1, tokens, WIDTH))
   return [rng.standard_normal(shape, np.float32) for shape in shapes]
-
-
-def time_calls(call, repeats: int) -> list[float]:
-  call()  # compile, or warm up
-  seconds = []
-  for _ in range(repeats):
-    start = time.perf_counter()
-    call()
-    seconds.append(time.perf_counter() - start)
-  return seconds
 
 
 def ours(grid, repeats: int) -> list[float]:
