@@ -35,8 +35,8 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
         ("configs/train_video.yml video_directory=VIDEOS tokenizer_path=tokenizer tokenizer_vocab_size=4000",),
         ("run", "data")),
     "convert_checkpoint": (
-        "Converts a Wan model to our Orbax checkpoint, or an Orbax or training checkpoint to a Diffusers folder; or writes "
-        "a new model of random weights around the tokenizer in tokenizer_path.",
+        "Converts a Wan model to our Orbax checkpoint, or an Orbax or training checkpoint to a Diffusers folder; or "
+        "writes a new model of random weights around the tokenizer in tokenizer_path.",
         ("configs/video.yml load_parameters_path=FOLDER convert_to=orbax converted_path=CHECKPOINT",
          "configs/video.yml load_parameters_path=CHECKPOINT convert_to=diffusers converted_path=FOLDER",
          "configs/video.yml model_name=wan-demo init_random_weights=true tokenizer_path=TOKENIZER convert_to=diffusers "
