@@ -72,7 +72,12 @@ if [ "$(.venv/bin/python -c 'import platform; print(platform.python_version())' 
 fi
 rm -f $stamp
 echo "installing for $device into .venv (Python $version)"
-packages=(-r requirements.txt)
+requirements=requirements.txt
+if [ "$device" = tpu ]; then  # the libtpu that this JAX was made with: a newer one compiles faster kernels, but cannot be traced
+  requirements=.venv/requirements-tpu.txt
+  sed -e '/^libtpu/d' -e 's/^jax\([<>=].*\)/jax[tpu]\1/' requirements.txt > $requirements
+fi
+packages=(-r "$requirements")
 if [ "$device" = gpu ]; then
   packages+=("$(sed -n 's/^jax\([<>=].*\)/jax[cuda12]\1/p' requirements.txt)")
 fi

@@ -103,6 +103,8 @@ class Settings(pydantic.BaseModel):
   guidance_scale: NonNegative | tuple[NonNegative, ...] = _key("sampling", 5.0,
     "classifier-free guidance: one number, or one an expert (high noise first); 1 skips the unconditional half")
   flow_shift: Positive = _key("sampling", 3.0, "shift s of the noise levels, s·σ/(1+(s−1)·σ)")
+  rope_stretch: Positive = _key("sampling", 1.0,
+    "spread of the tokens' rows and columns: 4 gives a small picture the positions of one 4 times as wide and high")
   boundary_ratio: Fraction | None = _key("sampling", None,
     "noise level at which the low-noise expert takes over (two experts only)")
   solver: Literal["unipc", "euler"] = _key("sampling", "unipc", "UniPC of order 2 (bh2), or Euler")

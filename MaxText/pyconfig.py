@@ -115,7 +115,8 @@ class Config(Settings):
     from MaxText.models.wan import WanConfig
 
     base = self._folder.wan if self._folder is not None else WanConfig()
-    return dataclasses.replace(base, **{field: getattr(self, key) for key, field in _WAN_FIELDS.items()})
+    fields = {field: getattr(self, key) for key, field in _WAN_FIELDS.items()}
+    return dataclasses.replace(base, **fields, rope_stretch=self.rope_stretch)
 
   def vae(self) -> VaeConfig:
     """Architecture of the VAE; the latents' mean and deviation come from the weights folder, or are Wan 2.1's."""

@@ -8,6 +8,8 @@ MaxText/training/checkpointing.py.
 from __future__ import annotations
 
 import contextlib
+import fnmatch
+import importlib.metadata
 import os
 import pathlib
 import signal
@@ -42,6 +44,7 @@ def main(argv: list[str]) -> None:
   with pyconfig.input_errors():
     placement = sharding.Placement(mesh_lib.make_mesh(config), sharding.parse_rules(config.logical_axis_rules))
     check_mesh(config, placement)
+    check_profiler(config, jax.default_backend())
   reporter.info(mesh_lib.describe(placement.mesh))
 
   # --- data and state
@@ -186,6 +189,24 @@ def check_mesh(config, placement) -> None:
     check_parallel(
       strategy=config.context_parallel_strategy, num_heads=config.num_heads, num_frames=config.num_frames,
       height=config.height, width=config.width, placement=placement)
+
+
+def check_profiler(config, backend: str) -> None:
+  """Refuses a trace on a TPU whose libtpu is not the one that JAX names: tracing would end the process without a word.
+
+  Seen with libtpu 0.0.52 under JAX 0.10.2: a segmentation fault in start_trace as soon as libtpu is loaded.
+
+  Raises:
+    ConfigError: says what to install.
+  """
+  if config.profiler == "none" or backend != "tpu":
+    return
+  required = importlib.metadata.requires("jax") or ()
+  named = [words.partition(";")[0].strip() for words in required if words.startswith("libtpu")]
+  found = f"libtpu=={importlib.metadata.version('libtpu')}"
+  if named and not any(fnmatch.fnmatch(found, pattern) for pattern in named):
+    raise ConfigError(f"profiler={config.profiler}: {found} is installed, and a trace would end this process; install "
+                      f"what this JAX was made with, pip install '{named[0]}', or leave the profiler out")
 
 
 def global_batch(local: dict[str, Any], placement) -> dict[str, Any]:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
   from MaxText.config_checks import Facts
 
 # Keys of other groups that train reads; the rest of these groups would do nothing.
-_READ = frozenset({"height", "width", "num_frames", "fps", "flow_shift", "boundary_ratio", "seed"})
+_READ = frozenset({"height", "width", "num_frames", "fps", "flow_shift", "rope_stretch", "boundary_ratio", "seed"})
 _SAMPLING = frozenset({"prompt", "negative_prompt", "num_inference_steps", "guidance_scale", "solver"})  # sample videos
 _UNREAD_RUN = frozenset({"resume", "dry_run", "compile_topology"})
 _INSTEAD = {
@@ -45,7 +45,7 @@ def _target(facts: Facts) -> Iterator[str]:
   if c.train_target == "vae":
     if c.dataset_type == "latents":
       yield "dataset_type=latents: the VAE is trained on videos; use dataset_type=video video_directory=FOLDER"
-    for key in ("text_dropout", "timestep_sampling", "flow_shift", "train_expert"):
+    for key in ("text_dropout", "timestep_sampling", "flow_shift", "rope_stretch", "train_expert"):
       if key in facts.user_keys:
         yield f"{key}: would do nothing, train_target=vae has no noise levels, texts or experts; leave it out"
   else:

@@ -36,7 +36,10 @@ REMAT_POLICIES = {
 
 @dataclasses.dataclass(frozen=True)
 class WanConfig:
-  """Architecture of one expert. The defaults are Wan 2.1 T2V 14B."""
+  """Architecture of one expert. The defaults are Wan 2.1 T2V 14B.
+
+  rope_stretch is not part of a checkpoint: it spreads the rotary positions of rows and columns (`rotary_tables`).
+  """
 
   patch_size: tuple[int, int, int] = (1, 2, 2)
   num_heads: int = 40
@@ -48,6 +51,7 @@ class WanConfig:
   ffn_dim: int = 13824
   num_layers: int = 40
   eps: float = 1e-6
+  rope_stretch: float = 1.0
 
   @property
   def width(self) -> int:
@@ -79,22 +83,25 @@ def unpatchify(tokens_BSP, grid: Grid, patch_size):
   return x.transpose(0, 1, 4, 2, 5, 3, 6, 7).reshape(B, F * pt, H * ph, W * pw, -1)
 
 
-def rotary_tables(grid: Grid, head_dim: int) -> tuple[np.ndarray, np.ndarray]:
+def rotary_tables(grid: Grid, head_dim: int, stretch: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
   """Cosines and signed sines of the 3-D rotary embedding, float32 [S, D] each.
 
   The head dim is split over (t, h, w): h and w take 2·⌊D/6⌋ each, t the rest; within a part, neighbouring channels form
   the rotated pairs. The sine's sign is folded in (− for the even channel), so that a rotation is x·cos +
-  swap_pairs(x)·sin. Angles are computed in float64, as the reference does.
+  swap_pairs(x)·sin. Angles are computed in float64, as the reference does. With a stretch s, rows and columns lie where
+  the middle of each s x s tokens of a picture s times as large would: (n + 1/2) s - 1/2.
   """
   F, H, W = grid
   dim_hw = 2 * (head_dim // 6)
   dims = (head_dim - 2 * dim_hw, dim_hw, dim_hw)
   parts = []
-  for axis, (length, dim) in enumerate(zip(grid, dims, strict=True)):
+  frames, rows, columns = (np.arange(length, dtype=np.float64) for length in grid)
+  positions = (frames, (rows + 0.5) * stretch - 0.5, (columns + 0.5) * stretch - 0.5)
+  for axis, (position, dim) in enumerate(zip(positions, dims, strict=True)):
     frequencies = ROPE_THETA ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
-    angles = np.repeat(np.outer(np.arange(length), frequencies), 2, axis=-1)
+    angles = np.repeat(np.outer(position, frequencies), 2, axis=-1)
     shape = [1, 1, 1, dim]
-    shape[axis] = length
+    shape[axis] = len(position)
     parts.append(np.broadcast_to(angles.reshape(shape), (F, H, W, dim)))
   angles_SD = np.concatenate(parts, axis=-1).reshape(F * H * W, head_dim)
   sign = np.where(np.arange(head_dim) % 2 == 0, -1.0, 1.0)
@@ -277,7 +284,7 @@ class WanTransformer(nnx.Module):
     """
     cfg = self.cfg
     grid = cfg.token_grid(*latents_BFHWC.shape[1:4])
-    rotary = tuple(jnp.asarray(table) for table in rotary_tables(grid, cfg.head_dim))
+    rotary = tuple(jnp.asarray(table) for table in rotary_tables(grid, cfg.head_dim, cfg.rope_stretch))
     with jax.named_scope("embed"):
       x_BSE = sharding.gather(self.patch_embedding)(patchify(latents_BFHWC.astype(self.dtype), cfg.patch_size))
       x_BSE = sharding.constrain(x_BSE, TOKENS)

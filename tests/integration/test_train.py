@@ -16,6 +16,7 @@ import pytest
 
 from MaxText import convert_checkpoint, decode, encode_dataset, pyconfig, train
 from MaxText.checkpoints.folder import open_folder
+from MaxText.config_types import ConfigError
 from MaxText.diffusion.pipeline import VideoPipeline
 from MaxText.input_pipeline import synthetic
 from MaxText.training import metrics
@@ -37,11 +38,22 @@ def quick_compilation(tmp_path_factory):
   del os.environ["M_JAX_CACHE_DIR"]
 
 
-def run(folder, name, *arguments, status=0):
+def arguments_of(folder, name, *arguments):
   defaults = ["configs/train_video.yml", f"load_parameters_path={PIPE}", "global_batch_size=4", "log_format=text", *SIZE]
   given = {argument.partition("=")[0]: argument for argument in [*defaults, *arguments]}
-  assert train.main([*given.values(), f"base_output_directory={folder}", f"run_name={name}"]) == status
+  return [*given.values(), f"base_output_directory={folder}", f"run_name={name}"]
+
+
+def run(folder, name, *arguments, status=0):
+  assert train.main(arguments_of(folder, name, *arguments)) == status
   return folder / name
+
+
+def started(folder, name, *arguments):
+  """The command in a process of its own."""
+  environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+  return subprocess.Popen([sys.executable, "-m", "MaxText.train", *arguments_of(folder, name, *arguments)],
+                          cwd=PIPE.parents[4], env=environment)
 
 
 def lines(run_folder):
@@ -137,10 +149,7 @@ def test_an_unfinished_checkpoint_is_passed_over(tmp_path, whole):
 
 @pytest.mark.slow
 def test_kill_during_a_checkpoint(tmp_path, whole):
-  arguments = ["configs/train_video.yml", f"load_parameters_path={PIPE}", "global_batch_size=4", *SIZE, EMA, "steps=500",
-               "checkpoint_period=1", f"base_output_directory={tmp_path}", "run_name=run"]
-  environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-  process = subprocess.Popen([sys.executable, "-m", "MaxText.train", *arguments], cwd=PIPE.parents[4], env=environment)
+  process = started(tmp_path, "run", EMA, "steps=500", "checkpoint_period=1")
   checkpoints = tmp_path / "run" / "checkpoints"
 
   def whole_ones():
@@ -259,11 +268,24 @@ def test_lora_is_read_by_decode(tmp_path, capsys):
 
 
 def test_profile_and_evaluation_are_written_when_asked(tmp_path):
+  # In a process of its own: another test may have loaded libtpu into this one, and its profiler is not for this JAX.
   asked = ["profiler=xplane", "profiler_steps=1", "eval_interval=2", "checkpoint_period=0"]
-  made = run(tmp_path, "run", "steps=3", EMA, *asked)
+  assert started(tmp_path, "run", "steps=3", EMA, *asked).wait(300) == 0
+  made = tmp_path / "run"
   assert len(list((made / "profile").rglob("*.xplane.pb"))) == 1
   evaluations = [line for line in lines(made) if "eval_loss" in line]
   assert [line["step"] for line in evaluations] == [2, 3] and len(evaluations[0]["eval_loss_by_noise_level"]) == 4
+
+
+def test_a_trace_is_refused_where_it_would_end_the_process(monkeypatch):
+  config = pyconfig.initialize(["configs/train_video.yml", "model_name=wan-test", "profiler=xplane"], "train")
+  monkeypatch.setattr(train.importlib.metadata, "requires", lambda name: ["numpy", 'libtpu==0.0.42.*; extra == "tpu"'])
+  monkeypatch.setattr(train.importlib.metadata, "version", lambda name: "0.0.52")
+  train.check_profiler(config, "cpu")
+  with pytest.raises(ConfigError, match=r"libtpu==0.0.52 is installed.*pip install 'libtpu==0.0.42.\*'"):
+    train.check_profiler(config, "tpu")
+  monkeypatch.setattr(train.importlib.metadata, "version", lambda name: "0.0.42.1")
+  train.check_profiler(config, "tpu")
 
 
 def test_tensorboard_and_sample_videos_are_written_when_asked(tmp_path):

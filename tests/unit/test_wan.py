@@ -83,6 +83,15 @@ def test_rotary_dimensions_split_as_published(head_dim):
     assert (dim_t, dim_hw) == (44, 42)
 
 
+def test_stretched_positions_are_the_middles_of_the_larger_picture_s_tokens():
+  cos, sin = (table.reshape(2, 2, 3, 24) for table in wan.rotary_tables((2, 2, 3), 24, stretch=3))
+  large_cos, large_sin = (table.reshape(2, 6, 9, 24) for table in wan.rotary_tables((2, 6, 9), 24))
+  np.testing.assert_allclose(cos, large_cos[:, 1::3, 1::3], atol=1e-6)
+  np.testing.assert_allclose(sin, large_sin[:, 1::3, 1::3], atol=1e-6)
+  even, _ = wan.rotary_tables((1, 1, 2), 24, stretch=2)  # tokens at 0.5 and 2.5: halfway between two
+  assert even[1, 16] == pytest.approx(np.cos(2.5))
+
+
 @pytest.mark.parametrize(
   "cfg, parameters",
   [
