@@ -7,6 +7,7 @@ Legend: B batch, S queries, T keys, N heads, D head dim, H = B·N.
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -90,7 +91,10 @@ class DotProductAttention:
       block_q = even_block(num_queries, self.block_q or blocks[0])
       block_kv = even_block(num_keys, self.block_kv or blocks[1])
       plan = dense_plan(num_queries, num_keys, block_q, block_kv)
-      return tiled_attention(q_HSD, k_HTD, v_HTD, jnp.zeros(len(q_HSD), jnp.int32), plan, heads_at_once)
+      # Heads of short sequences go side by side until they fill a tile: starting each alone costs more than its work.
+      at_once = max(heads_at_once, math.prod(CPU_BLOCKS) // (block_q * block_kv))
+      at_once = -(-len(q_HSD) // -(-len(q_HSD) // at_once))  # groups of about the same size
+      return tiled_attention(q_HSD, k_HTD, v_HTD, jnp.zeros(len(q_HSD), jnp.int32), plan, at_once)
 
     with jax.named_scope("dot_product_attention"):
       arrays = heads_first(q_BSND), heads_first(k_BTND), heads_first(v_BTND)

@@ -88,6 +88,8 @@ def _dot(a: jax.Array, b: jax.Array, dims: tuple[int, int]) -> jax.Array:
 
 def _over_tiles(plan: TilePlan, step, tiles_J, unmasked, visited, carry):
   """Runs step(carry, key tile, masked) over a query tile's list: first the tiles kept whole, then those to be masked."""
+  if plan.tiles_KIJ.shape[-1] == 1 and plan.unmasked_KI.all():  # one whole tile: nothing to loop over
+    return step(carry, tiles_J[0], False)
   if plan.unmasked_KI.any():
     carry = lax.fori_loop(0, unmasked, lambda n, c: step(c, tiles_J[n], False), carry)
   if (plan.unmasked_KI < plan.visited_KI).any():
