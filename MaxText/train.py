@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import importlib.metadata
+import json
 import os
 import pathlib
 import signal
@@ -21,7 +22,7 @@ from typing import Any
 
 from MaxText import pyconfig
 from MaxText.config_types import ConfigError, RunError
-from MaxText.reporter import Reporter
+from MaxText.reporter import Reporter, write_json
 
 
 @pyconfig.run_main
@@ -74,6 +75,8 @@ def main(argv: list[str]) -> None:
   train_step = step.jit_train_step(template, optimizer, recipe, abstract, placement)
   eval_step = step.jit_eval_step(template, recipe, config.eval_buckets, placement)
   main_process = jax.process_index() == 0
+  if main_process:
+    record_config(config, checkpoints.run, completed, reporter)
   lines = metrics.RunMetrics(config, checkpoints.run, completed)
   profile = Profile(config, checkpoints.run, completed)
   schedule = state.learning_rate(config)
@@ -207,6 +210,25 @@ def check_profiler(config, backend: str) -> None:
   if named and not any(fnmatch.fnmatch(found, pattern) for pattern in named):
     raise ConfigError(f"profiler={config.profiler}: {found} is installed, and a trace would end this process; install "
                       f"what this JAX was made with, pip install '{named[0]}', or leave the profiler out")
+
+
+def record_config(config, run: pathlib.Path, completed: int, reporter: Reporter) -> None:
+  """Writes every key's value and source to RUN/config.json, and says what a continued run changes.
+
+  A continued run whose values differ writes config_from_step_N.json instead, so that the values of every step are known.
+  """
+  values = json.loads(json.dumps(config.as_record()))
+  earlier = sorted(run.glob("config_from_step_*.json"))[-1:] or list(run.glob("config.json"))
+  if not earlier:
+    run.mkdir(parents=True, exist_ok=True)
+    write_json(str(run / "config.json"), values)
+    return
+  before = json.loads(earlier[0].read_text(encoding="utf-8"))
+  changed = [key for key in values if key not in before or before[key]["value"] != values[key]["value"]]
+  if changed:
+    write_json(str(run / f"config_from_step_{completed:09d}.json"), values)
+    listed = ", ".join(f"{key} was {before.get(key, {}).get('value')!r}, is {values[key]['value']!r}" for key in changed)
+    reporter.info(f"changed since the last start: {listed}")
 
 
 def global_batch(local: dict[str, Any], placement) -> dict[str, Any]:

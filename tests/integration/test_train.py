@@ -96,6 +96,9 @@ def test_resumed_equals_uninterrupted(tmp_path, whole, capsys):
   out = capsys.readouterr().out
   assert [int(n) for n in LINE.findall(out)] == [1, 2, 3, 4] and f"checkpoint {resumed}/checkpoints/2" in out
   assert losses(resumed) == losses(whole) and list(losses(whole)) == [1, 2, 3, 4]
+  begun, continued = (json.loads((resumed / f"config{name}.json").read_text()) for name in ("", "_from_step_000000002"))
+  assert (begun["steps"], continued["steps"]) == tuple({"value": n, "source": "command line"} for n in (2, 4))
+  assert "changed since the last start: steps was 2, is 4\n" in out and not list(whole.glob("config_*.json"))
   mine, theirs = arrays(resumed / "checkpoints" / "4"), arrays(whole / "checkpoints" / "4")
   assert mine.keys() == theirs.keys() and len(mine) > 100
   for name, value in theirs.items():
@@ -194,7 +197,7 @@ def test_nan_names_the_step(tmp_path, monkeypatch, capsys):
   stopped = run(tmp_path, "run", "steps=4", EMA, "checkpoint_period=1", "write_metrics=false", status=1)
   error = capsys.readouterr().err
   assert "step 2" in error and "nan" in error and "Traceback" not in error
-  assert os.listdir(stopped) == ["checkpoints"] and os.listdir(stopped / "checkpoints") == ["1"]
+  assert sorted(os.listdir(stopped)) == ["checkpoints", "config.json"] and os.listdir(stopped / "checkpoints") == ["1"]
 
 
 def latents_of(folder, *arguments):
