@@ -178,6 +178,8 @@ class Settings(pydantic.BaseModel):
     "weight of the VAE's mean square error of a pixel, beside the mean absolute error")
   vae_kl_weight: NonNegative = _key("training", 1e-6,
     "weight of the VAE's divergence from a normal distribution, beside the mean absolute error of a pixel")
+  vae_freeze_encoder: bool = _key("training", False,
+    "train the VAE's decoder alone: latents stay what they are, and transformers trained on them still fit")
   steps: Count = _key("training", 1000, "optimizer steps of the whole run, those before a restart included")
   global_batch_size: Count = _key("training", 1, "samples of one optimizer step, over all devices")
   gradient_accumulation_steps: Count = _key("training", 1, "parts that a batch is worked through in, one after the other")

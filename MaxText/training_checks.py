@@ -49,8 +49,10 @@ def _target(facts: Facts) -> Iterator[str]:
       if key in facts.user_keys:
         yield f"{key}: would do nothing, train_target=vae has no noise levels, texts or experts; leave it out"
   else:
-    for key in sorted({"vae_mse_weight", "vae_kl_weight"} & facts.user_keys):
+    for key in sorted({"vae_mse_weight", "vae_kl_weight", "vae_freeze_encoder"} & facts.user_keys):
       yield f"{key}: would do nothing without train_target=vae; add it, or leave this out"
+  if c.vae_freeze_encoder and c.train_target == "vae" and "vae_kl_weight" in facts.user_keys:
+    yield "vae_kl_weight: would do nothing, vae_freeze_encoder=true keeps the latents as they are; leave it out"
   if c.train_target == "text" and c.dataset_type != "synthetic" and c.load_parameters_path is None \
      and c.load_full_state_path is None:
     yield ("train_target=text: needs load_parameters_path, because captions are read by a model's tokenizer; "

@@ -334,7 +334,8 @@ def encode_video(vae: WanVae, video_BTHWC, *, tile_size: int | None = None, tile
   return jnp.asarray(canvas)
 
 
-def reconstruct(vae: WanVae, video_BTHWC, noise: Callable[[tuple[int, ...]], jax.Array], *, remat: bool = False):
+def reconstruct(vae: WanVae, video_BTHWC, noise: Callable[[tuple[int, ...]], jax.Array], *, remat: bool = False,
+                freeze_encoder: bool = False):
   """Encodes and decodes a video inside a traced function, for training: the same numbers as streaming it.
 
   Args:
@@ -343,6 +344,7 @@ def reconstruct(vae: WanVae, video_BTHWC, noise: Callable[[tuple[int, ...]], jax
     noise: shape of the latents → standard normal numbers, by which they are drawn from their distribution; zeros take the
       mean.
     remat: keep only what passes from chunk to chunk, and compute the rest again in the backward pass.
+    freeze_encoder: no gradient goes into the encoder.
 
   Returns:
     the video, float32, not clipped; mean and log variance of the latents [B, F, H/8, W/8, C], not normalised.
@@ -357,6 +359,8 @@ def reconstruct(vae: WanVae, video_BTHWC, noise: Callable[[tuple[int, ...]], jax
   rest = jnp.moveaxis(video_BTHWC[:, 1:].reshape(B, (T - 1) // step, step, *picture), 1, 0)
   moments = _scan_chunks(functools.partial(run, "moments"), video_BTHWC[:, :1], rest, remat)
   mean, log_variance = (_join_chunks(first, later) for first, later in zip(*moments, strict=True))
+  if freeze_encoder:
+    mean, log_variance = jax.lax.stop_gradient((mean, log_variance))
   log_variance = jnp.clip(log_variance, -30.0, 20.0)  # exp of it stays finite
   z = mean + jnp.exp(0.5 * log_variance) * noise(mean.shape)
   frames = _scan_chunks(functools.partial(run, "pixels"), z[:, :1], jnp.moveaxis(z[:, 1:, None], 1, 0), remat)

@@ -184,6 +184,8 @@ class Checkpoints:
       return self.config.umt5()
     if component != "vae":
       return self.config.wan()
+    if not state.statistics:
+      return self.config.vae()
     mean, square = (np.asarray(state.statistics[name], np.float64) for name in ("latents_mean", "latents_square"))
     deviation = np.sqrt(np.maximum(square - mean**2, 1e-6))
     return dataclasses.replace(self.config.vae(), latents_mean=mean.tolist(), latents_std=deviation.tolist())

@@ -156,27 +156,35 @@ class Reconstruction:
     mse_weight: of the mean square.
     kl_weight: of the divergence, a mean over all latent numbers as the error is one over all pixels.
     remat: 'none', or anything else: each chunk of frames is computed again in the backward pass.
+    freeze_encoder: whether the decoder alone is trained.
   """
 
   mse_weight: float
   kl_weight: float
   remat: str
+  freeze_encoder: bool
 
   def loss(self, models, batch: Batch, keys_B, empty: Batch) -> tuple[jax.Array, Measured]:
-    """Loss of "video" uint8 [B, T, H, W, 3], float32 scalar; the latents' mean and mean square as statistics."""
+    """Loss of "video" uint8 [B, T, H, W, 3], float32 scalar; the latents' mean and mean square as statistics.
+
+    With a frozen encoder the latents stay what they are: no divergence, no statistics.
+    """
     del empty
     video_BTHW3 = _unit(batch["video"])
 
     def noise(shape):
       return jax.vmap(lambda key: jax.random.normal(key, shape[1:], jnp.float32))(keys_B)
 
-    video, mean, log_variance = vae_lib.reconstruct(models.vae, video_BTHW3, noise, remat=self.remat != "none")
+    video, mean, log_variance = vae_lib.reconstruct(
+      models.vae, video_BTHW3, noise, remat=self.remat != "none", freeze_encoder=self.freeze_encoder)
     with jax.named_scope("loss"):
       difference = video - video_BTHW3
       error = jnp.mean(jnp.abs(difference)) + self.mse_weight * jnp.mean(jnp.square(difference))
       divergence = 0.5 * jnp.mean(jnp.square(mean) + jnp.exp(log_variance) - 1 - log_variance)
       positions = tuple(range(mean.ndim - 1))
       metrics = {"psnr": _psnr(video, video_BTHW3), "kl": divergence}
+      if self.freeze_encoder:
+        return error, Measured(metrics)
       statistics = {"latents_mean": jnp.mean(mean, positions), "latents_square": jnp.mean(jnp.square(mean), positions)}
     return error + self.kl_weight * divergence, Measured(metrics, statistics)
 
@@ -194,7 +202,7 @@ Objective = FlowMatching | Reconstruction
 def make_objective(config, placement: sharding.Placement) -> Objective:
   """What a configuration's train_target asks for."""
   if config.train_target == "vae":
-    return Reconstruction(config.vae_mse_weight, config.vae_kl_weight, config.remat_policy)
+    return Reconstruction(config.vae_mse_weight, config.vae_kl_weight, config.remat_policy, config.vae_freeze_encoder)
   low, high = {None: (0.0, 1.0), "high_noise": (config.boundary_ratio, 1.0), "low_noise": (0.0, config.boundary_ratio)}[
     config.train_expert]
   logit_normal = config.timestep_sampling == "logit_normal"

@@ -142,10 +142,11 @@ def learning_rate(config) -> optax.Schedule:
 
 
 def make_optimizer(config) -> optax.GradientTransformation:
-  """AdamW after clipping by the norm of the whole gradient; matrices alone decay."""
+  """AdamW after clipping by the norm of the whole gradient; matrices alone decay, and nothing that is frozen."""
+  frozen = ("vae.encoder.", "vae.quant_conv.") if config.vae_freeze_encoder else ()  # without gradient, Adam leaves them
 
   def decays(weights):
-    return {name: name.endswith((".kernel", *LORA_SUFFIXES)) for name in weights}
+    return {name: name.endswith((".kernel", *LORA_SUFFIXES)) and not name.startswith(frozen) for name in weights}
 
   adamw = optax.adamw(
     learning_rate(config), b1=config.adam_b1, b2=config.adam_b2, eps=config.adam_eps,
@@ -184,7 +185,8 @@ def abstract_state(
 def make_abstract_state(config, template: Template, optimizer, placement: sharding.Placement) -> TrainState:
   """`abstract_state` of a configuration."""
   channels = (config.vae().z_dim,)
-  statistics = {"latents_mean": channels, "latents_square": channels} if config.train_target == "vae" else {}
+  measured = config.train_target == "vae" and not config.vae_freeze_encoder
+  statistics = {"latents_mean": channels, "latents_square": channels} if measured else {}
   return abstract_state(template, optimizer, placement, ema=config.ema_decay > 0, statistics=statistics)
 
 

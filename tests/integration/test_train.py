@@ -64,12 +64,12 @@ def losses(run_folder):
   return {line["step"]: line["loss"] for line in lines(run_folder) if "loss" in line}
 
 
-def arrays(checkpoint):
+def arrays(checkpoint, items=("transformer", "transformer_ema", "optimizer")):
   """Every number of a checkpoint: weights, average, optimizer."""
   import orbax.checkpoint as ocp
 
   found = {}
-  for item in ("transformer", "transformer_ema", "optimizer"):
+  for item in items:
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
       tree = checkpointer.restore((checkpoint / item).absolute())
     leaves = jax.tree_util.tree_leaves_with_path(tree)
@@ -245,6 +245,16 @@ def test_the_vae_is_trained_by_reconstruction(tmp_path, capsys):
   run(tmp_path, "made", "steps=1", "train_target=vae", checkpoint, "load_full_state_path=x", status=2)
   run(tmp_path, "run", "steps=4", "train_target=dit", status=2)
   assert "holds vae, this run trains transformer" in capsys.readouterr().err
+
+
+def test_a_frozen_encoder_and_its_latents_stay(tmp_path):
+  frozen = ["train_target=vae", "vae_freeze_encoder=true", "learning_rate=0.003", "adam_weight_decay=0.5"]
+  made = run(tmp_path, "run", "steps=2", "checkpoint_period=1", *frozen)
+  first, second = (arrays(made / "checkpoints" / step, ["vae"]) for step in "12")
+  changed = {name.split("'")[1].split(".")[0] for name in first if (first[name] != second[name]).any()}
+  assert changed == {"decoder", "post_quant_conv"}
+  folder = open_folder(str(made / "checkpoints" / "2"))
+  assert folder.vae == folder.base.vae and lines(made)[1]["loss"] < lines(made)[0]["loss"]
 
 
 def test_the_text_encoder_is_trained_with_the_transformer(tmp_path, whole):

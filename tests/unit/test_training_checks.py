@@ -37,6 +37,8 @@ BAD = [
   (["train_target=vae", "text_dropout=0"], ["text_dropout", "train_target=vae"]),
   (["train_target=vae", "lora_rank=4"], ["lora_rank=4", "train_target=dit"]),
   (["vae_kl_weight=1"], ["vae_kl_weight", "train_target=vae"]),
+  (["vae_freeze_encoder=true"], ["vae_freeze_encoder", "train_target=vae"]),
+  (["train_target=vae", "vae_freeze_encoder=true", "vae_kl_weight=1"], ["vae_kl_weight", "vae_freeze_encoder=true"]),
   (["train_target=text", "dataset_type=video", "video_directory=."], ["train_target=text", "load_parameters_path"]),
   (["train_target=text", "model_name=wan2.2-t2v-a14b", "train_expert=low_noise"], ["train_target=text", "two experts"]),
 ]
