@@ -37,6 +37,11 @@ class Facts:
   command: str
   user_keys: frozenset[str]
 
+  @property
+  def training(self) -> bool:
+    """Whether the command reads the keys of training as train does."""
+    return self.command in ("train", "train_compile")
+
 
 def check(config: Config, command: str, user_keys: frozenset[str]) -> list[str]:
   """All problems of a config whose values are of the right type, in the order of the keys."""
@@ -288,7 +293,8 @@ def _output(facts: Facts) -> Iterator[str]:
            "give its folder")
   elif not c.base_output_directory:
     yield "base_output_directory is empty: give a folder, or . for the current one"
-  elif facts.command != "convert_checkpoint" and (problem := _folder_problem(c.base_output_directory)) is not None:
+  elif facts.command not in ("convert_checkpoint", "train_compile") and (
+      problem := _folder_problem(c.base_output_directory)) is not None:
     yield f"base_output_directory={c.base_output_directory}: cannot be written ({problem})"
   name = c.run_name
   if name in (".", "..") or re.search(r"[/\\\x00-\x1f\x7f]", name) or len(os.fsencode(name)) > 200:
@@ -298,10 +304,15 @@ def _output(facts: Facts) -> Iterator[str]:
   if c.compile_topology is not None and not re.fullmatch(r"[a-z0-9]+:\d+(x\d+){1,2}", c.compile_topology):
     yield (f"compile_topology={c.compile_topology}: must be a chip and its grid, such as v6e:2x4, v5e:2x4, v5p:2x2x1 or "
            "tpu7x:2x2x1")
+  elif c.compile_topology is not None and facts.command == "train":
+    yield (f"compile_topology={c.compile_topology}: train runs on the devices here; leave it out, or give the same "
+           "keys to python -m MaxText.train_compile, which compiles the step for that slice and runs nothing")
   elif c.compile_topology is not None and not (
-      facts.command == "benchmark_attention" or facts.command == "decode" and c.dry_run):
-    yield (f"compile_topology={c.compile_topology}: read by benchmark_attention, and by decode with dry_run=true, which "
-           "compiles and runs nothing; add dry_run=true, or leave it out")
+      facts.command in ("benchmark_attention", "train_compile") or facts.command == "decode" and c.dry_run):
+    yield (f"compile_topology={c.compile_topology}: read by benchmark_attention and train_compile, and by decode with "
+           "dry_run=true, which compiles and runs nothing; add dry_run=true, or leave it out")
+  elif c.compile_topology is None and facts.command == "train_compile":
+    yield "compile_topology is missing: give the TPU slice to compile for, a chip and its grid, such as v6e:4x4"
 
 
 def _weights(facts: Facts) -> Iterator[str]:

@@ -23,6 +23,16 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
          "configs/train_video.yml load_parameters_path=FOLDER train_target=vae dataset_type=video video_directory=VIDEOS",
          "configs/train_video.yml dataset_type=synthetic steps=10"),
         ("run", "training", "data", "sampling", "attention", "memory", "mesh", "architecture")),
+    "train_compile": (
+        "Compiles the step that train would run for a TPU slice, without a TPU: train's command and compile_topology. "
+        "Nothing is loaded, run or written; printed are the memory of a device and whether it is enough, the kernels and "
+        "the collectives, by the compiler's account. For choosing the mesh, global_batch_size and remat_policy. Exit "
+        "status 1 where the step does not fit.",
+        ("configs/train_video.yml compile_topology=v6e:4x4 model_name=wan2.1-t2v-1.3b dtype=bfloat16 remat_policy=full "
+         "global_batch_size=16",
+         "configs/train_video.yml compile_topology=v5p:4x4x4 load_parameters_path=FOLDER dtype=bfloat16 "
+         "global_batch_size=64"),
+        ("run", "training", "data", "sampling", "attention", "memory", "mesh", "architecture")),
     "encode_dataset": (
         "Encodes a folder of videos with captions into shards of latents and text embeddings, for training.",
         ("configs/train_video.yml load_parameters_path=FOLDER video_directory=VIDEOS dataset_path=SHARDS height=480 "

@@ -33,11 +33,11 @@ _NEEDED = {
 def check_data(facts: Facts) -> Iterator[str]:
   """Problems of the group 'data'."""
   c, command = facts.config, facts.command
-  source = c.dataset_type if command == "train" else None
+  source = c.dataset_type if facts.training else None
   read = _SOURCES[source] if source else _COMMANDS.get(command, frozenset())
   for key in sorted(facts.user_keys & set(config_types.keys_of("data")) - read):
     yield f"{key}: would do nothing, " + _advice(command, source, key)
-  for key, what in _NEEDED.get((command, source), {}).items():
+  for key, what in _NEEDED.get(("train" if facts.training else command, source), {}).items():
     if getattr(c, key) is None:
       yield f"{key} is missing: give {what}"
   if command == "encode_dataset" and c.load_parameters_path is None and not c.init_random_weights:

@@ -37,15 +37,16 @@ def main(argv: list[str]) -> None:
   from MaxText.input_pipeline import make_iterator
   from MaxText.parallel import mesh as mesh_lib
   from MaxText.parallel import sharding
-  from MaxText.training import checkpointing, metrics, state, step
+  from MaxText.training import batches, checkpointing, metrics, state, step
 
   # --- devices
   if config.jax_cache_dir:
     jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(config.jax_cache_dir).expanduser()))
   with pyconfig.input_errors():
     placement = sharding.Placement(mesh_lib.make_mesh(config), sharding.parse_rules(config.logical_axis_rules))
-    check_mesh(config, placement)
+    batches.check_mesh(config, placement)
     check_profiler(config, jax.default_backend())
+    recipe = step.make_recipe(config, placement)
   reporter.info(mesh_lib.describe(placement.mesh))
 
   # --- data and state
@@ -59,7 +60,7 @@ def main(argv: list[str]) -> None:
   sample_videos = make_samples(config, template, checkpoints.run, reporter)
   with reporter.stage("load"):
     start = checkpoints.start(optimizer, placement, iterator)
-    empty = empty_prompt(config, placement)
+    empty = batches.empty_prompt(config, placement)
   train_state, kept = start.state, start.kept
   completed = int(train_state.step)
   reporter.info(f"step {completed} of {config.steps}: {start.origin}")
@@ -68,7 +69,6 @@ def main(argv: list[str]) -> None:
     return
 
   # --- programs
-  recipe = step.make_recipe(config, placement)
   if config.train_target != "vae":
     reporter.info(f"attention: {recipe.objective.attention.describe()}")
   abstract = state.make_abstract_state(config, template, optimizer, placement)
@@ -88,7 +88,7 @@ def main(argv: list[str]) -> None:
     while completed < config.steps:
       profile.before(completed)
       with jax.set_mesh(placement.mesh):
-        batch = global_batch(next(iterator), placement)
+        batch = batches.global_batch(next(iterator), placement)
         train_state, values = train_step(train_state, kept, batch, empty)
       values = {key: float(value) for key, value in values.items()}  # waits for the step
       completed += 1
@@ -164,36 +164,6 @@ def start_hosts() -> None:
                       f"({e}); set JAX_NUM_PROCESSES, and JAX_PROCESS_ID of each, 0 for the coordinator") from e
 
 
-def check_mesh(config, placement) -> None:
-  """Refuses a batch, heads or tokens that the mesh cannot share out.
-
-  Raises:
-    ValueError: names the key and what would fit.
-  """
-  import jax
-
-  from MaxText.attention.ulysses import check_parallel
-  from MaxText.parallel.sharding import BATCH
-
-  ways = 1
-  for axis in placement.mesh_axes(BATCH):
-    ways *= placement.mesh.shape[axis]
-  part = config.global_batch_size // config.gradient_accumulation_steps
-  if part % ways:
-    unit = ways * config.gradient_accumulation_steps
-    fits = sorted({max(unit, config.global_batch_size // unit * unit), -(-config.global_batch_size // unit) * unit})
-    raise ConfigError(
-      f"global_batch_size={config.global_batch_size}: its parts of {part} (gradient_accumulation_steps="
-      f"{config.gradient_accumulation_steps}) do not divide over the {ways} devices along data and fsdp; nearest: "
-      f"{' or '.join(map(str, fits))}, or spread devices over ici_context_parallelism")
-  if config.global_batch_size % jax.process_count():
-    raise ConfigError(f"global_batch_size={config.global_batch_size}: does not divide over {jax.process_count()} hosts")
-  if placement.mesh.size > 1 and config.train_target != "vae":
-    check_parallel(
-      strategy=config.context_parallel_strategy, num_heads=config.num_heads, num_frames=config.num_frames,
-      height=config.height, width=config.width, placement=placement)
-
-
 def check_profiler(config, backend: str) -> None:
   """Refuses a trace on a TPU whose libtpu is not the one that JAX names: tracing would end the process without a word.
 
@@ -231,51 +201,12 @@ def record_config(config, run: pathlib.Path, completed: int, reporter: Reporter)
     reporter.info(f"changed since the last start: {listed}")
 
 
-def global_batch(local: dict[str, Any], placement) -> dict[str, Any]:
-  """This host's rows → global arrays, samples spread over data and fsdp."""
-  import jax
-
-  from MaxText.parallel.sharding import BATCH
-
-  def place(array):
-    rows = len(array) * jax.process_count()
-    where = placement.sharding((BATCH, *(None,) * (array.ndim - 1)), (rows, *array.shape[1:]))
-    return jax.make_array_from_process_local_data(where, array)
-
-  return {key: place(array) for key, array in local.items()}
-
-
-def empty_prompt(config, placement) -> dict[str, Any]:
-  """The empty prompt, which takes the place of dropped texts and which decode's unconditional half reads too.
-
-  {"text": float32 [t, E]}, or {"ids": int32 [t], "mask": bool [t]} where the text encoder is trained; zeros where there
-  is no text to drop.
-  """
-  import jax
-  import numpy as np
-
-  value = {"text": np.zeros((1, config.text_dim), np.float32)}
-  if config.train_target == "text":
-    from MaxText.models.tokenizer import EOS_ID
-
-    value = {"ids": np.array([EOS_ID], np.int32), "mask": np.ones(1, bool)}  # the end token alone
-  elif config.text_dropout and config.train_target == "dit" and config.dataset_type == "latents":
-    from MaxText.input_pipeline.records import open_dataset
-
-    with pyconfig.input_errors(f"dataset_path={config.dataset_path}"):
-      value = {"text": open_dataset(config.dataset_path).empty_text().astype(np.float32)}
-  elif config.text_dropout and config.train_target == "dit" and config.dataset_type == "video":
-    from MaxText.input_pipeline.encode import Encoders
-
-    value = {"text": Encoders(config).texts([""])[""].astype(np.float32)}
-  return jax.device_put(value, placement.replicated)
-
-
 def evaluate(config, placement, eval_step, weights, kept) -> list[float]:
   """Mean loss over eval_steps batches, in each part of the noise levels; for the VAE one number."""
   import numpy as np
 
   from MaxText.input_pipeline import make_iterator
+  from MaxText.training.batches import global_batch
 
   iterator = make_iterator(config, placement, "eval")
   losses = [

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 # Keys of other groups that train reads; the rest of these groups would do nothing.
 _READ = frozenset({"height", "width", "num_frames", "fps", "flow_shift", "rope_stretch", "boundary_ratio", "seed"})
 _SAMPLING = frozenset({"prompt", "negative_prompt", "num_inference_steps", "guidance_scale", "solver"})  # sample videos
-_UNREAD_RUN = frozenset({"resume", "dry_run", "compile_topology"})
+_UNREAD_RUN = frozenset({"resume", "dry_run"})
 _INSTEAD = {
   "resume": "a run with checkpoints continues by itself when its run_name is given",
   "batch_size": "the key of training is global_batch_size",
@@ -25,14 +25,14 @@ _INSTEAD = {
 
 def check_training(facts: Facts) -> Iterator[str]:
   """Problems of the group 'training'."""
-  if facts.command != "train":
+  if not facts.training:
     for key in sorted(facts.user_keys & set(config_types.keys_of("training"))):
       yield f"{key}: would do nothing, {facts.command} does not train; leave it out, or use python -m MaxText.train"
     return
   sampling = _SAMPLING if facts.config.sample_interval else frozenset()
   unread = (set(config_types.keys_of("sampling")) - _READ - sampling) | _UNREAD_RUN
   for key in sorted(facts.user_keys & unread):
-    yield f"{key}: train does not read it; " + _INSTEAD.get(key, "leave it out")
+    yield f"{key}: {facts.command} does not read it; " + _INSTEAD.get(key, "leave it out")
   yield from _target(facts)
   yield from _model(facts)
   yield from _batch(facts)

@@ -53,6 +53,12 @@ class LibraryFlashAttention:
   block_q: int = 0
   block_kv: int = 0
 
+  def __post_init__(self):
+    for key, block in (("flash_block_q", self.block_q), ("flash_block_kv", self.block_kv)):
+      if block % 128:
+        raise ValueError(f"{key}={block}: training on TPU runs the kernel that ships with JAX, whose tiles are multiples "
+                         f"of 128; nearest: {max(128, round(block / 128) * 128)}")
+
   def describe(self) -> str:
     return "flash (the Pallas TPU flash kernel that ships with JAX)"
 

@@ -5,8 +5,6 @@ only shapes stand in for the arrays. It shows that a recipe compiles, and what a
 """
 
 import dataclasses
-import os
-import re
 import time
 from collections.abc import Iterable, Iterator
 
@@ -16,8 +14,7 @@ import numpy as np
 from flax import nnx
 
 from MaxText.parallel import sharding
-
-GIB = 2**30
+from MaxText.parallel.topology import GIB, account
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,22 +32,6 @@ class CompiledStep:
   arguments: int
   peak: int
   kernels: tuple[str, ...]
-
-
-def topology_devices(topology: str) -> list:
-  """Devices to compile for, such as those of 'v6e:2x4'.
-
-  Raises:
-    ValueError: libtpu is missing, or does not know the topology.
-  """
-  from jax.experimental import topologies
-
-  os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-  try:
-    return list(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
-  except Exception as error:  # libtpu raises whatever it likes
-    raise ValueError(f"compile_topology={topology}: libtpu (pip install libtpu) cannot compile for it: "
-                     f"{str(error).splitlines()[0][:200]}") from error
 
 
 def compile_steps(pipeline) -> Iterator[CompiledStep]:
@@ -77,16 +58,11 @@ def _compile(pipeline, step) -> CompiledStep:
                pipeline.abstract_text_keys_values(graphdef, weights, text), layers)
   began = time.perf_counter()
   program, _ = pipeline._program(graphdef, step, None, arguments)
-  memory = program.memory_analysis()
-  kernels = re.findall(r'%(\w+?)(?:\.\d+)* = .*custom_call_target="tpu_custom_call"', program.as_text())
-  held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+  seconds = time.perf_counter() - began
+  found = account(program)
   return CompiledStep(
     kind="dense" if step.sparse is None else f"density {step.sparse.density}",
-    seconds=time.perf_counter() - began,
-    arguments=memory.argument_size_in_bytes,
-    peak=max(held + memory.temp_size_in_bytes, memory.peak_memory_in_bytes),
-    kernels=tuple(sorted(set(kernels))),
-  )
+    seconds=seconds, arguments=found.arguments, peak=found.peak, kernels=found.kernels)
 
 
 def describe(compiled: Iterable[CompiledStep], topology: str) -> Iterator[str]:

@@ -44,13 +44,13 @@ from MaxText.checkpoints import export, lora
 from MaxText.checkpoints import folder as folder_lib
 from MaxText.config_reader import user_path
 from MaxText.config_types import RunError
-from MaxText.diffusion import compile_only, flow_matching, solvers
+from MaxText.diffusion import flow_matching, solvers
 from MaxText.models.tokenizer import Tokenizer
 from MaxText.models.umt5 import Umt5Encoder, encode_prompts
 from MaxText.models.vae import WanVae, decode_frames
 from MaxText.models.wan import WanTransformer
 from MaxText.parallel import mesh as mesh_lib
-from MaxText.parallel import sharding
+from MaxText.parallel import sharding, topology
 from MaxText.reporter import Reporter
 
 EXPERTS = ("transformer", "transformer_2")  # component names: high noise (or the only one), low noise
@@ -212,7 +212,7 @@ class VideoPipeline:
     self.reporter = reporter or Reporter("quiet")
     self.folder = config.folder
     rules = sharding.parse_rules(config.logical_axis_rules)
-    devices = None if config.compile_topology is None else compile_only.topology_devices(config.compile_topology)
+    devices = None if config.compile_topology is None else topology.topology_devices(config.compile_topology)
     self.placement = sharding.Placement(mesh_lib.make_mesh(config, devices), rules)
     # The VAE is small and streams one video at a time: one device decodes while the others hold the transformer.
     self.vae_placement = sharding.Placement(mesh_lib.one_device(self.placement.mesh), rules)

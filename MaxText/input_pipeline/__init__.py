@@ -19,7 +19,7 @@ def make_iterator(config, placement: Any, split: str = "train"):
   if config.dataset_type == "synthetic":
     from MaxText.input_pipeline import synthetic
 
-    return synthetic.make_iterator(config, split)
+    return synthetic.make_iterator(config, placement, split)
   from MaxText.input_pipeline import grain_source
 
   if config.dataset_type == "latents":

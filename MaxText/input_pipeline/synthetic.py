@@ -8,8 +8,10 @@ from __future__ import annotations
 import functools
 
 import grain
-import jax
 import numpy as np
+
+from MaxText.input_pipeline.grain_source import process_rows
+from MaxText.parallel.sharding import Placement
 
 NUM_SAMPLES = 16  # different ones; then they come again, so that a model can learn them
 TEXT_LENGTH = 32  # tokens of a prompt; zeros follow, as after a real one
@@ -31,18 +33,16 @@ def sample(config, split: str, number: int) -> dict[str, np.ndarray]:
   return {"latents": latents, "text": text}
 
 
-def make_iterator(config, split: str) -> grain.DatasetIterator:
+def make_iterator(config, placement: Placement, split: str) -> grain.DatasetIterator:
   """Endless batches of this host's rows of the global batch.
 
   Which samples make a global batch depends on the seed alone, not on the number of hosts.
   """
-  share = config.global_batch_size // jax.process_count()
-  first = jax.process_index() * share
+  rows_B = process_rows(config, placement)
   made = functools.lru_cache(maxsize=NUM_SAMPLES)(lambda number: sample(config, split, number))
 
   def batch(number: int) -> dict[str, np.ndarray]:
-    rows = [(number * config.global_batch_size + first + row) % NUM_SAMPLES for row in range(share)]
-    samples = [made(row) for row in rows]
+    samples = [made((number * config.global_batch_size + int(row)) % NUM_SAMPLES) for row in rows_B]
     return {key: np.stack([each[key] for each in samples]) for key in samples[0]}
 
   # A batch may be large: two are made ahead, not Grain's five hundred.

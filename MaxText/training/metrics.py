@@ -17,6 +17,9 @@ from MaxText.training.tensorboard import TensorBoard
 
 # Dense bfloat16 TFLOP/s of one device by its `device_kind`, from Google Cloud's pages on each TPU version.
 PEAK_TFLOPS = {"TPU v4": 275.0, "TPU v5 lite": 197.0, "TPU v5": 459.0, "TPU v6 lite": 918.0, "TPU7x": 1153.5}
+# Memory of one device in GiB by its `device_kind`: what these pages call GB (of a chip; a TPU7x chip is two devices). The
+# runtime keeps a little of it.
+HBM_GIB = {"TPU v4": 32.0, "TPU v5 lite": 16.0, "TPU v5": 95.0, "TPU v6 lite": 32.0, "TPU7x": 96.0}
 
 
 def train_flops(cfg, tokens: int, text_tokens: int, *, lora: bool) -> float:

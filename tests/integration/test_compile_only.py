@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from MaxText import decode
-from MaxText.diffusion import compile_only
+from MaxText.parallel import topology
 
 SMALL = ["configs/video.yml", "model_name=wan-test", "init_random_weights=true", "prompt=x", "dry_run=true",
          "attention=svg", "svg_density=0.5", "num_frames=5"]  # fmt: skip
@@ -12,7 +12,7 @@ SMALL = ["configs/video.yml", "model_name=wan-test", "init_random_weights=true",
 
 def test_dry_run_compiles_one_program_a_kind_of_step(tmp_path, monkeypatch, capsys):
   """On the devices here in a topology's place: every kind of step once, with the bytes that it holds."""
-  monkeypatch.setattr(compile_only, "topology_devices", lambda topology: jax.devices()[:1])
+  monkeypatch.setattr(topology, "topology_devices", lambda name: jax.devices()[:1])
   assert decode.main([*SMALL, "compile_topology=v6e:2x4", "height=64", "width=64",
                       f"base_output_directory={tmp_path}"]) == 0
   lines = [line for line in capsys.readouterr().out.splitlines() if "compiled for v6e:2x4" in line]

@@ -12,10 +12,11 @@ import grain
 import numpy as np
 import pytest
 
-from MaxText import encode_dataset, pyconfig, train
+from MaxText import encode_dataset, pyconfig
 from MaxText.input_pipeline import grain_source, records
 from MaxText.input_pipeline.encode import Encoders
 from MaxText.input_pipeline.video_files import read_clip
+from MaxText.training import batches
 from MaxText.video_io import write_video
 
 REPOSITORY = pathlib.Path(__file__).parent.parent.parent
@@ -104,7 +105,7 @@ def test_training_reads_it(encoded):
   batch = next(grain_source.make_iterator(config, placement))
   assert batch["latents"].shape[0] == 2 and batch["latents"].shape[1:] in ((2, 4, 6, 16), (2, 6, 4, 16))
   assert batch["text"].shape == (2, 512, 40)
-  assert train.empty_prompt(config, placement)["text"].shape == (1, 40)  # the end token alone
+  assert batches.empty_prompt(config, placement)["text"].shape == (1, 40)  # the end token alone
 
 
 def test_second_start_does_nothing_or_refuses(encoded, videos, capsys):

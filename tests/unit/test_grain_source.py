@@ -12,7 +12,7 @@ import pytest
 
 from MaxText import input_pipeline, pyconfig
 from MaxText.config_types import ConfigError
-from MaxText.input_pipeline import grain_source, records
+from MaxText.input_pipeline import grain_source, records, synthetic
 from MaxText.input_pipeline.encode import Encoders
 from MaxText.input_pipeline.records import Bucket, Dataset
 from MaxText.parallel import mesh as mesh_lib
@@ -141,8 +141,16 @@ def test_rows_of_a_process(shards):
   assert rows == [[0, 1, 2, 3], [4, 5, 6, 7]]
   config = load(shards, "global_batch_size=8", "ici_fsdp_parallelism=1", "ici_context_parallelism=4",
                 "context_parallel_strategy=ulysses")
-  rows = grain_source.process_rows(config, Devices(placement_of(config, devices), devices[2:])).tolist()
-  assert rows == list(range(8))  # tokens are split, so every process holds all samples
+  shared = Devices(placement_of(config, devices), devices[2:])
+  assert grain_source.process_rows(config, shared).tolist() == list(range(8))  # tokens are split: each holds all samples
+
+  # Random data are shared out by the same rule.
+  config = pyconfig.initialize(
+    ["configs/train_video.yml", "height=32", "width=32", "num_frames=5", "global_batch_size=8"], "train", {})
+  whole, *parts = (next(synthetic.make_iterator(config, where, "train"))["latents"] for where in (
+    placement, Devices(placement, devices[:2]), Devices(placement, devices[2:])))
+  np.testing.assert_array_equal(np.concatenate(parts), whole)
+  assert len(next(synthetic.make_iterator(config, shared, "train"))["latents"]) == 8
 
 
 def refused(words, call, *arguments):
