@@ -317,6 +317,29 @@ def test_tensorboard_and_sample_videos_are_written_when_asked(tmp_path):
   assert [told[f"eval_loss_by_noise_level/{i}", 3] for i in range(4)] == pytest.approx(evaluation)
 
 
+def test_sample_videos_read_the_text_encoder_that_is_trained(tmp_path, monkeypatch):
+  sampling = ["prompt=a ball", "num_inference_steps=2", "guidance_scale=2", "seed=3"]
+  encode, texts = VideoPipeline.encode_prompts, []
+
+  def seen(pipeline, prompts, encoder=None):
+    embedded = encode(pipeline, prompts, encoder)
+    texts.append(embedded["a ball"])
+    return embedded
+
+  monkeypatch.setattr(VideoPipeline, "encode_prompts", seen)
+  made = run(tmp_path, "run", "steps=2", EMA, "train_target=text", "learning_rate=0.01", "sample_interval=2", *sampling)
+  assert os.listdir(made / "samples") == ["step_000002.mp4"]
+  for name, path in (("after", made / "checkpoints" / "2"), ("before", PIPE)):
+    assert decode.main([
+      "configs/video.yml", f"load_parameters_path={path}", "log_format=quiet", *SIZE, *sampling, "dtype=float32",
+      f"base_output_directory={tmp_path}", f"run_name={name}"]) == 0
+  sampled, after, before = texts
+  assert np.abs(sampled - after).max() < 1e-4 < 1e-3 < np.abs(sampled - before).max()
+  frames = read_video(made / "samples" / "step_000002.mp4").astype(int)
+  assert np.abs(frames - read_video(tmp_path / "after" / "video.mp4")).max() <= 4
+  assert np.abs(frames - read_video(tmp_path / "before" / "video.mp4")).max() > 4
+
+
 def tensorboard_scalars(folder):
   """(name, step) → value of the event files: records of a length, its checksum, an Event, its checksum."""
   from tensorboardX.proto.event_pb2 import Event
