@@ -9,11 +9,13 @@ prompts are, and every byte has a piece, so that no text is unknown. It belongs 
 
 from __future__ import annotations
 
+import collections
 import json
 import pathlib
 import re
 import shutil
 import sys
+from collections.abc import Sequence
 
 from MaxText import pyconfig
 from MaxText.config_types import ConfigError
@@ -22,6 +24,7 @@ from MaxText.reporter import Reporter
 
 MODEL = "spiece.model"
 UNK_ID = 2
+MAX_PIECE, MAX_SEEDS = 16, 1_000_000  # characters of a piece; pieces to choose from; both as sentencepiece has them
 MAX_BYTES = 2**16  # of a caption; sentencepiece leaves longer ones out without a word
 
 
@@ -61,8 +64,10 @@ def train(captions: list[str], output: pathlib.Path, vocab_size: int, max_length
   try:
     shutil.rmtree(partial, ignore_errors=True)  # of a killed run
     partial.mkdir(parents=True)
+    captions, seeds = [clean_prompt(caption) for caption in captions], partial / "seeds.tsv"
+    seeds.write_text("".join(f"{piece}\t{count}\n" for piece, count in seed_pieces(captions)), encoding="utf-8")
     sentencepiece.SentencePieceTrainer.train(
-      sentence_iterator=iter([clean_prompt(caption) for caption in captions]),
+      sentence_iterator=iter(captions), seed_sentencepieces_file=str(seeds),
       model_prefix=str(partial / pathlib.Path(MODEL).stem), model_type="unigram", vocab_size=vocab_size,
       hard_vocab_limit=False, character_coverage=1.0, byte_fallback=True, pad_id=PAD_ID, eos_id=EOS_ID, unk_id=UNK_ID,
       bos_id=-1, pad_piece="<pad>", eos_piece="</s>", unk_piece="<unk>", max_sentence_length=MAX_BYTES, minloglevel=2)
@@ -74,6 +79,7 @@ def train(captions: list[str], output: pathlib.Path, vocab_size: int, max_length
                       f"have pieces of their own{least}") from None
   except OSError as error:
     raise ConfigError(f"tokenizer_path={output}: cannot be written ({error.strerror or error})") from None
+  seeds.unlink()
   (partial / pathlib.Path(MODEL).with_suffix(".vocab").name).unlink()
   # Names and numbers that transformers' T5 tokenizer reads; without sentinels the pieces are the whole vocabulary.
   declared = {"tokenizer_class": "T5Tokenizer", "model_max_length": max_length, "extra_ids": 0, "pad_token": "<pad>",
@@ -84,6 +90,26 @@ def train(captions: list[str], output: pathlib.Path, vocab_size: int, max_length
   partial.rename(output)
   Tokenizer(str(output))  # what was written passes the checks that decode will make
   return sentencepiece.SentencePieceProcessor(model_file=str(output / MODEL)).get_piece_size()
+
+
+def seed_pieces(captions: Sequence[str]) -> list[tuple[str, int]]:
+  """What the vocabulary is chosen from: parts of words that occur twice or more, with how often; the most text first.
+
+  sentencepiece's own choice holds what different words share, and so no whole word that stands alone: of captions with
+  few different words, however frequent, it makes "p u r pl e".
+  """
+  import sentencepiece
+
+  normalizer = sentencepiece.SentencePieceNormalizer(rule_name="nmt_nfkc")
+  texts = (normalizer.normalize(caption).replace("▁", " ") for caption in captions)
+  words = collections.Counter(f"▁{word}" for text in texts for word in text.split())
+  counts: collections.Counter[str] = collections.Counter()
+  for word, count in words.items():
+    for begin in range(len(word)):
+      for end in range(begin + 1, min(len(word), begin + MAX_PIECE) + 1):
+        counts[word[begin:end]] += count
+  found = [(piece, count) for piece, count in counts.items() if count > 1 or len(piece) == 1]
+  return sorted(found, key=lambda seed: (-seed[1] * len(seed[0]), seed[0]))[:MAX_SEEDS]
 
 
 if __name__ == "__main__":
