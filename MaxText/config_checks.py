@@ -151,6 +151,8 @@ def _svg(facts: Facts) -> Iterator[str]:
   if c.svg_routing != "dynamic" and "svg_num_sampled_queries" in facts.user_keys:
     yield (f"svg_num_sampled_queries: would do nothing with svg_routing={c.svg_routing}; leave it out, or use "
            "svg_routing=dynamic")
+  if c.svg_band_width is not None and c.svg_density is not None and "svg_density" in facts.user_keys:
+    yield f"svg_density: would do nothing beside svg_band_width={c.svg_band_width}, a band in tokens; keep one of the two"
   if c.svg_schedule not in SVG_PRESETS and not os.path.isfile(user_path(c.svg_schedule)):
     yield (f"svg_schedule={c.svg_schedule}: is neither {', '.join(SVG_PRESETS)} nor a file; "
            "a file of your own is YAML with step and layer intervals")

@@ -240,6 +240,7 @@ BAD_VALUES = [
     (["attention=svg", "svg_sink_frames=-1"], ["svg_sink_frames=-1", "at least 0"]),
     (["attention=svg", "svg_band_width=-1"], ["svg_band_width=-1", "at least 0"]),
     (["attention=svg", "svg_num_sampled_queries=0"], ["svg_num_sampled_queries=0", "at least 1"]),
+    (["attention=svg", "svg_density=0.3", "svg_band_width=64"], ["svg_density", "svg_band_width=64", "keep one"]),
     (["attention=svg", "svg_routing=spatial", "svg_num_sampled_queries=8"],
      ["svg_num_sampled_queries", "svg_routing=spatial"]),
     (["attention=svg", "svg_schedule=bold"], ["svg_schedule=bold", "conservative, moderate, aggressive"]),
