@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import textwrap
+import types
+from collections.abc import Mapping
+from typing import Any
 
 from MaxText import config_types
 
@@ -67,8 +70,13 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
-def help_text(command: str) -> str:
-  """Returns the whole help of a command."""
+def help_text(command: str, values: Mapping[str, Any] = types.MappingProxyType({}), file: str = "") -> str:
+  """Returns the whole help of a command.
+
+  Args:
+    values: key → value to show as its default, in place of base.yml's.
+    file: where these come from.
+  """
   purpose, examples, groups = COMMANDS[command]
   program = f"python -m MaxText.{command}"
   lines = [f"usage: {program} CONFIG.yml [key=value ...]", "", *textwrap.wrap(purpose, WIDTH), "", "examples:"]
@@ -77,13 +85,14 @@ def help_text(command: str) -> str:
       "A value is found in this order, the last one wins: configs/base.yml, CONFIG.yml, configs/models/<model_name>.yml, "
       "the weights folder, the environment (M_HEIGHT=480 sets height), key=value. configs/base.yml explains each key's "
       "trade-off. Text is taken literally, other values are YAML: svg_density=[0.5,0.2]. Exit status: 0 on success, 2 on "
-      "a bad config or input, 1 otherwise.",
+      "a bad config or input, 1 otherwise. "
+      f"The values below are those of {file or 'configs/base.yml; give a CONFIG.yml to see its own'}.",
       WIDTH)]
   for group in groups:
     lines += ["", f"{group}: {config_types.GROUPS[group]}"]
     for key in config_types.keys_of(group):
       field = config_types.KEYS[key]
-      default = config_types.as_yaml(field.default)
+      default = config_types.as_yaml(values.get(key, field.default))
       head = f"  {key}={default}" if len(default) < 40 else f"  {key}=[…]"
       plain = isinstance(field.default, bool) or config_types.is_text(key) and not config_types.choices(key)
       text = field.description if plain else f"{field.description} ({config_types.expected(key)})"

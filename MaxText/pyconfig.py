@@ -171,7 +171,11 @@ def initialize(argv: Sequence[str], command: str = "decode", environ: Mapping[st
     SystemExit: after --help.
   """
   if {"--help", "-h", "help"} & set(argv):
-    print(help_text(command))
+    file, values = next((a for a in argv if a.endswith((".yml", ".yaml")) and "=" not in a), ""), {}
+    if file:
+      with contextlib.suppress(ConfigError):  # whoever asks for help is not helped by an error
+        values = _resolve(config_reader.read_chain(file), [])[0]
+    print(help_text(command, values, file if values else ""))
     raise SystemExit(0)
   if not argv or "=" in argv[0] or argv[0].startswith("-"):
     got = f", not {argv[0]!r}" if argv else ""

@@ -554,6 +554,17 @@ def test_help(command, capsys):
   assert max(len(line) for line in text.splitlines() if "python -m" not in line) <= 122
 
 
+@pytest.mark.parametrize("arguments, shown", [
+  (["configs/train_video.yml", "--help"], ["  global_batch_size=8 ", "  num_layers=2 ", "of configs/train_video.yml"]),
+  (["--help"], ["  global_batch_size=1 ", "  num_layers=40 ", "those of configs/base.yml"]),
+  (["nowhere.yml", "--help"], ["  global_batch_size=1 ", "those of configs/base.yml"])], ids=len)
+def test_help_shows_the_values_of_the_file(arguments, shown, capsys):
+  with pytest.raises(SystemExit):
+    pyconfig.initialize(arguments, "train", {})
+  text = capsys.readouterr().out
+  assert all(words in text for words in shown)
+
+
 def test_exit_status(capsys):
   @pyconfig.run_main
   def main(argv):
