@@ -43,6 +43,8 @@ def main(argv: list[str]) -> None:
     Request(prompt, (config.seed + n) % 2**63) for prompt in prompts for n in range(config.num_videos_per_prompt)
   ]
   run = RunFolder(config, requests, create=not config.dry_run)
+  if run.notice:
+    reporter.warn(run.notice)
   for line in report.describe(pipeline):
     reporter.info(line)
   if config.dry_run:

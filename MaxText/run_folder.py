@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from MaxText import config_types
-from MaxText.config_reader import user_path
+from MaxText.config_reader import nearest, user_path
 from MaxText.config_types import ConfigError, RunError
 
 RUN_JSON = "run.json"
@@ -48,6 +48,10 @@ class RunFolder:
     self.path = user_path(config.base_output_directory) / config.run_name
     self.requests, self.num_videos = requests, len(requests)
     self.earlier: dict[str, Any] = {}
+    self.notice = ""  # for whoever meant to continue a run, and mistyped its name
+    if config.resume and not self.path.is_dir():
+      others = [path.name for path in self.path.parent.glob("*/")]
+      self.notice = f"resume=true: there is no {self.path} yet, it starts now{nearest(config.run_name, others)}"
     if self.path.is_dir() and any(self.path.iterdir()):
       if not config.resume:
         raise ConfigError(

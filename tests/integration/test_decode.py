@@ -117,6 +117,15 @@ def test_resume_makes_only_what_is_missing(tmp_path):
   assert {name for name in after if after[name] != before[name]} == {"001.mp4"}
 
 
+def test_resume_of_a_mistyped_run_is_noticed(tmp_path, capsys):
+  (tmp_path / "evening").mkdir()
+  arguments = ["configs/video.yml", f"base_output_directory={tmp_path}", "resume=true", "dry_run=true", *small()]
+  assert decode.main([*arguments, "run_name=evning"]) == 0
+  assert "evning yet, it starts now; did you mean evening?" in "".join(capsys.readouterr())
+  assert decode.main([*arguments, "run_name=evening"]) == 0
+  assert "starts now" not in "".join(capsys.readouterr())
+
+
 def test_resume_refuses_a_folder_that_shows_something_else(tmp_path, capsys):
   prompts = tmp_path / "prompts.txt"
   prompts.write_text("one\ntwo\n")
