@@ -83,6 +83,7 @@ def main(argv: list[str]) -> None:
 
   # --- loop
   stopping = stop_requests()
+  reporter.info("compiling the training step, which belongs to the first step's seconds")
   with stopping as stop_asked, contextlib.closing(lines), contextlib.closing(profile), contextlib.closing(checkpoints):
     last = time.perf_counter()
     while completed < config.steps:
@@ -133,7 +134,8 @@ def main(argv: list[str]) -> None:
         last = time.perf_counter()
       if stop:
         checkpoints.wait()
-        reporter.info(f"asked to stop: step {completed} of {config.steps} is saved; the same command continues")
+        then = "; the same command continues" if completed < config.steps else ", the last"
+        reporter.info(f"asked to stop: step {completed} of {config.steps} is saved{then}")
         return
     checkpoints.wait()
   reporter.info(f"finished: {checkpoints.directory / str(completed)}")

@@ -16,6 +16,7 @@ _SAMPLING = frozenset({"prompt", "negative_prompt", "num_inference_steps", "guid
 _UNREAD_RUN = frozenset({"resume", "dry_run"})
 _INSTEAD = {
   "resume": "a run with checkpoints continues by itself when its run_name is given",
+  "dry_run": "MaxText.train_compile runs nothing, and shows the memory and FLOPs of a step",
   "batch_size": "the key of training is global_batch_size",
   "lora_path": "to train a LoRA set lora_rank",
   "num_inference_steps": "the key of training is steps; sample videos need sample_interval",

@@ -8,16 +8,19 @@ The prediction: sparse steps × sparse layers × seconds of one dense attention 
 share of tiles that run). Routing and layout are part of what is measured, not of what is predicted.
 """
 
+import pathlib
 import statistics
 import sys
 import time
 
-from MaxText import pyconfig  # before jax: it keeps libtpu quiet where there is no TPU
-from MaxText.diffusion import report
-from MaxText.diffusion.pipeline import Request, VideoPipeline
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-import jax  # isort: skip
-import numpy as np  # isort: skip
+from MaxText import pyconfig  # noqa: E402 - before jax: it keeps libtpu quiet where there is no TPU
+from MaxText.diffusion import report  # noqa: E402
+from MaxText.diffusion.pipeline import Request, VideoPipeline  # noqa: E402
+
+import jax  # noqa: E402  # isort: skip
+import numpy as np  # noqa: E402  # isort: skip
 
 ROUNDS = 2
 MODEL = ["num_heads=4", "head_dim=64", "ffn_dim=1024", "num_layers=4", "override_model_config=true",
