@@ -183,6 +183,9 @@ class Settings(pydantic.BaseModel):
   steps: Count = _key("training", 1000, "optimizer steps of the whole run, those before a restart included")
   global_batch_size: Count = _key("training", 1, "samples of one optimizer step, over all devices")
   gradient_accumulation_steps: Count = _key("training", 1, "parts that a batch is worked through in, one after the other")
+  opt_type: Literal["adamw", "muon"] = _key("training", "adamw",
+    "AdamW for all weights; or Muon for the inner matrices and AdamW for the rest")
+  muon_beta: Share = _key("training", 0.95, "decay of Muon's mean of the gradient")
   learning_rate: Positive = _key("training", 1e-5, "highest learning rate")
   learning_rate_schedule: Literal["constant", "cosine"] = _key("training", "constant", "what follows the warm-up")
   warmup_steps: Index = _key("training", 0, "steps over which the learning rate rises from 0")
@@ -198,6 +201,8 @@ class Settings(pydantic.BaseModel):
     "distribution of the noise levels, before flow_shift")
   logit_normal_mean: float = _key("training", 0.0, "mean of the logit; above 0 trains more at high noise")
   logit_normal_std: Positive = _key("training", 1.0, "deviation of the logit")
+  train_latent_frames: Count | None = _key("training", None,
+    "train on this many latent frames of each clip, at random and at their own places in time; null takes all")
   text_dropout: Share = _key("training", 0.1, "share of samples that are trained on the empty prompt, for guidance")
   remat_policy: Literal["none", "minimal", "full"] = _key("training", "full",
     "what the backward pass computes again: nothing, all but the matrix products, or whole blocks")

@@ -46,7 +46,8 @@ def _target(facts: Facts) -> Iterator[str]:
   if c.train_target == "vae":
     if c.dataset_type == "latents":
       yield "dataset_type=latents: the VAE is trained on videos; use dataset_type=video video_directory=FOLDER"
-    for key in ("text_dropout", "timestep_sampling", "flow_shift", "rope_stretch", "train_expert"):
+    for key in ("text_dropout", "timestep_sampling", "flow_shift", "rope_stretch", "train_expert",
+                "train_latent_frames"):
       if key in facts.user_keys:
         yield f"{key}: would do nothing, train_target=vae has no noise levels, texts or experts; leave it out"
   else:
@@ -60,6 +61,14 @@ def _target(facts: Facts) -> Iterator[str]:
            "convert_checkpoint makes a folder of random weights around a new tokenizer")
   if c.train_target != "dit" and c.lora_rank:
     yield f"lora_rank={c.lora_rank}: a LoRA is made of the transformer alone; use train_target=dit, or leave it out"
+  if c.opt_type == "muon" and c.lora_rank:
+    yield "opt_type=muon: the thin matrices of a LoRA are trained by adamw; leave it out"
+  if c.train_latent_frames is not None:
+    frames = c.latent_grid[0]
+    if c.patch_size[0] != 1:
+      yield f"train_latent_frames: needs tokens of one latent frame, and patch_size={list(c.patch_size)}; leave it out"
+    elif c.train_latent_frames > frames:
+      yield f"train_latent_frames={c.train_latent_frames}: num_frames={c.num_frames} has {frames}; give at most {frames}"
   if c.train_target == "text" and c.num_experts == 2:
     yield ("train_target=text: both experts read the same text encoder, and one is trained at a time; use "
            "train_target=dit for models with two experts")
@@ -100,6 +109,7 @@ def _idle(facts: Facts) -> Iterator[str]:
     (c.timestep_sampling == "logit_normal", ("logit_normal_mean", "logit_normal_std"), "timestep_sampling=logit_normal"),
     (c.learning_rate_schedule == "cosine", ("cosine_learning_rate_final_fraction",), "learning_rate_schedule=cosine"),
     (c.lora_rank > 0, ("lora_alpha",), "lora_rank"),
+    (c.opt_type == "muon", ("muon_beta",), "opt_type=muon"),
     (c.eval_interval > 0, ("eval_steps", "eval_buckets"), "eval_interval"),
     (c.profiler != "none", ("skip_first_n_steps_for_profiler", "profiler_steps"), "profiler=xplane"),
     (facts.config.set_by_user("run_name"), ("checkpoint_step",), "run_name, the run to continue"),

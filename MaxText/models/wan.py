@@ -108,12 +108,18 @@ def rotary_tables(grid: Grid, head_dim: int, stretch: float = 1.0) -> tuple[np.n
   return np.cos(angles_SD).astype(np.float32), (np.sin(angles_SD) * sign).astype(np.float32)
 
 
+def rotary_of_frames(tables, frames_BF, grid: Grid):
+  """Of `rotary_tables`, [S, D] each, what belongs to some frames of each sample: [B, S', D] each."""
+  F, H, W = grid
+  return tuple(table.reshape(F, H * W, -1)[frames_BF].reshape(len(frames_BF), -1, table.shape[-1]) for table in tables)
+
+
 def apply_rotary(x_BSND, cos_SD, sin_SD):
-  """Rotates neighbouring channel pairs, in float32, and returns the input's type."""
+  """Rotates neighbouring channel pairs, in float32, and returns the input's type. Tables: [S, D], or [B, S, D]."""
   x32 = x_BSND.astype(jnp.float32)
   even = jnp.arange(x32.shape[-1]) % 2 == 0
   swapped = jnp.where(even, jnp.roll(x32, -1, axis=-1), jnp.roll(x32, 1, axis=-1))
-  return (x32 * cos_SD[:, None, :] + swapped * sin_SD[:, None, :]).astype(x_BSND.dtype)
+  return (x32 * cos_SD[..., None, :] + swapped * sin_SD[..., None, :]).astype(x_BSND.dtype)
 
 
 def timestep_features(timestep_B, dim: int):
@@ -268,7 +274,7 @@ class WanTransformer(nnx.Module):
 
   def __call__(self, latents_BFHWC, timestep_B, text_kv, *, attention: Attention = dot_product_attention,
                sparse_attention=None, sparse_layers_L=None, cross_attention: Attention = dot_product_attention,
-               remat: str = "none"):
+               remat: str = "none", frames_BF=None, clip_frames: int | None = None):
     """Velocity of the latents at a timestep.
 
     Args:
@@ -279,12 +285,16 @@ class WanTransformer(nnx.Module):
       sparse_attention: None, or an attention with `with_routes(q, k, v, grid) -> (out, temporal_BN)`.
       sparse_layers_L: bool [L], traced: which layers use `sparse_attention` (needed with it).
       remat: what a backward pass computes again, a key of `REMAT_POLICIES`, or 'none'.
+      frames_BF: None, or int32 [B, F]: which frames of a clip of `clip_frames` the latents of each sample are.
     Returns:
       velocity [B, F, H, W, C_out] float32, and the routes temporal_LBN (bool; False where a layer was dense).
     """
     cfg = self.cfg
     grid = cfg.token_grid(*latents_BFHWC.shape[1:4])
-    rotary = tuple(jnp.asarray(table) for table in rotary_tables(grid, cfg.head_dim, cfg.rope_stretch))
+    positions = grid if frames_BF is None else (clip_frames, *grid[1:])
+    rotary = tuple(jnp.asarray(table) for table in rotary_tables(positions, cfg.head_dim, cfg.rope_stretch))
+    if frames_BF is not None:
+      rotary = rotary_of_frames(rotary, frames_BF, positions)
     with jax.named_scope("embed"):
       x_BSE = sharding.gather(self.patch_embedding)(patchify(latents_BFHWC.astype(self.dtype), cfg.patch_size))
       x_BSE = sharding.constrain(x_BSE, TOKENS)

@@ -91,6 +91,7 @@ class FlowMatching:
     text_dropout: share of samples that see the empty prompt.
     remat: a key of `models.wan.REMAT_POLICIES`, or 'none'.
     attention: of the transformer, dense.
+    latent_frames: None, or how many latent frames of each sample are kept, at random, at their own temporal positions.
   """
 
   transformer: str
@@ -98,6 +99,7 @@ class FlowMatching:
   text_dropout: float
   remat: str
   attention: Attention
+  latent_frames: int | None = None
 
   def loss(self, models, batch: Batch, keys_B, empty: Batch) -> tuple[jax.Array, Measured]:
     """Loss of a batch, float32 scalar.
@@ -115,12 +117,20 @@ class FlowMatching:
     if self.text_dropout:
       dropped_B = jax.vmap(lambda key: jax.random.bernoulli(key, self.text_dropout))(keys_3B[2])
       prompts = {name: _replaced(value, empty[name], dropped_B) for name, value in prompts.items()}
-    losses_B = self.losses(models, batch["latents"], prompts, self.levels.sigma(uniform_B), keys_3B[1])
+    frames_BK = None
+    if self.latent_frames is not None:
+      num_frames = batch["latents"].shape[1]
+      shuffled_BF = jax.vmap(lambda key: jax.random.permutation(jax.random.fold_in(key, 3), num_frames))(keys_B)
+      frames_BK = jnp.sort(shuffled_BF[:, : self.latent_frames], axis=1)
+    losses_B = self.losses(models, batch["latents"], prompts, self.levels.sigma(uniform_B), keys_3B[1], frames_BK)
     return jnp.mean(losses_B), Measured()
 
-  def losses(self, models, latents_BFHWC, prompts: Batch, sigma_B, noise_keys_B) -> jax.Array:
-    """Mean squared error of each sample at its noise level, float32 [B]."""
+  def losses(self, models, latents_BFHWC, prompts: Batch, sigma_B, noise_keys_B, frames_BK=None) -> jax.Array:
+    """Mean squared error of each sample at its noise level, float32 [B]; of these K frames alone, or of all."""
     model = getattr(models, self.transformer)
+    clip_frames = latents_BFHWC.shape[1]
+    if frames_BK is not None:
+      latents_BFHWC = jnp.take_along_axis(latents_BFHWC, frames_BK[:, :, None, None, None], axis=1)
     with jax.named_scope("noise"):
       shape = latents_BFHWC.shape[1:]
       noise = jax.vmap(lambda key: jax.random.normal(key, shape, jnp.float32))(noise_keys_B)
@@ -128,7 +138,8 @@ class FlowMatching:
       noisy = (1 - sigma) * latents_BFHWC + sigma * noise
     velocity, _ = model(
       noisy, sigma_B * NUM_TRAIN_TIMESTEPS, model.text_keys_values(_embedded(models, prompts)),
-      attention=self.attention, cross_attention=self.attention, remat=self.remat)
+      attention=self.attention, cross_attention=self.attention, remat=self.remat,
+      frames_BF=frames_BK, clip_frames=clip_frames)
     with jax.named_scope("loss"):
       return jnp.mean(jnp.square(velocity - (noise - latents_BFHWC)), axis=tuple(range(1, velocity.ndim)))
 
@@ -210,7 +221,8 @@ def make_objective(config, placement: sharding.Placement) -> Objective:
   return FlowMatching(
     transformer="transformer_2" if config.train_expert == "low_noise" else "transformer",
     levels=NoiseLevels(config.flow_shift, normal, low, high), text_dropout=config.text_dropout, remat=config.remat_policy,
-    attention=on_mesh(make_attention(config, placement.mesh, training=True), placement))
+    attention=on_mesh(make_attention(config, placement.mesh, training=True), placement),
+    latent_frames=config.train_latent_frames)
 
 
 def _embedded(models: nnx.Module, prompts: Batch) -> jax.Array:

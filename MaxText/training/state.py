@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from optax import contrib
 
 from MaxText.models.umt5 import Umt5Encoder
 from MaxText.models.vae import WanVae
@@ -24,6 +25,7 @@ from MaxText.models.wan import WanTransformer
 from MaxText.parallel import sharding
 
 Weights = dict[str, jax.Array]
+VAE_ENDS = ("conv_in", "conv_out", "quant_conv", "post_quant_conv")  # its first and last layers
 LORA_SUFFIXES = (".lora_A", ".lora_B")
 
 
@@ -142,17 +144,41 @@ def learning_rate(config) -> optax.Schedule:
 
 
 def make_optimizer(config) -> optax.GradientTransformation:
-  """AdamW after clipping by the norm of the whole gradient; matrices alone decay, and nothing that is frozen."""
+  """AdamW, or Muon for the inner matrices and AdamW for the rest, after clipping by the norm of the whole gradient.
+
+  Matrices alone decay, and nothing that is frozen. Muon (Jordan 2024; optax.contrib.muon) makes each layer's update
+  orthogonal; scaled to the size of an update of AdamW (arXiv 2502.16982), it learns at the same rate.
+  """
   frozen = ("vae.encoder.", "vae.quant_conv.") if config.vae_freeze_encoder else ()  # without gradient, Adam leaves them
 
   def decays(weights):
     return {name: name.endswith((".kernel", *LORA_SUFFIXES)) and not name.startswith(frozen) for name in weights}
 
-  adamw = optax.adamw(
-    learning_rate(config), b1=config.adam_b1, b2=config.adam_b2, eps=config.adam_eps,
-    weight_decay=config.adam_weight_decay, mask=decays)
+  def matrices(weights):
+    """Which axes of a kernel are a matrix's inputs and outputs; None for the weights that stay with AdamW."""
+
+    def axes(name, weight):
+      if not name.endswith(".kernel") or name.startswith(frozen):
+        return None
+      if ".blocks." in name:  # stacked: [L, in, out]
+        return contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
+      if name.startswith("vae.") and not any(f".{end}." in name for end in VAE_ENDS):  # [(t,) h, w, in, out]
+        return contrib.MuonDimensionNumbers(reduction_axis=tuple(range(weight.ndim - 1)), output_axis=-1)
+      return None
+
+    return {name: axes(name, weight) for name, weight in weights.items()}
+
+  if config.opt_type == "muon":
+    optimizer = contrib.muon(
+      learning_rate(config), beta=config.muon_beta, consistent_rms=0.2, weight_decay=config.adam_weight_decay,
+      adam_b1=config.adam_b1, adam_b2=config.adam_b2, eps=config.adam_eps, nesterov=True,
+      muon_weight_dimension_numbers=matrices)
+  else:
+    optimizer = optax.adamw(
+      learning_rate(config), b1=config.adam_b1, b2=config.adam_b2, eps=config.adam_eps,
+      weight_decay=config.adam_weight_decay, mask=decays)
   clip = config.gradient_clipping_threshold
-  return optax.chain(optax.clip_by_global_norm(clip), adamw) if clip else adamw
+  return optax.chain(optax.clip_by_global_norm(clip), optimizer) if clip else optimizer
 
 
 def abstract_state(

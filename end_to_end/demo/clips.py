@@ -55,6 +55,7 @@ TONES = {
   "beige": ((222, 210, 188), (196, 184, 162)),
   "slate": ((66, 76, 94), (94, 104, 122)),
 }
+Window = tuple[int, int, int, int]  # top, left, height and width in pixels
 NUMBERS = {"a": 1, "two": 2, "three": 3}
 DEFAULT_PROMPT = "a yellow star bounces and a blue circle moves left over a checkered grey background"
 HELD_OUT_FILE = pathlib.Path(__file__).with_name("held_out_prompts.txt")
@@ -294,18 +295,19 @@ def _place(group: Group, box, size: float, change: float, rng: np.random.Generat
 # --- drawing
 
 
-def draw(scene: Scene, num_frames: int, height: int, width: int) -> np.ndarray:
-  """The clip of a scene: uint8 [T, H, W, 3], edges softened over one pixel."""
-  frames_THW3 = np.empty((num_frames, height, width, 3), np.uint8)
-  frames_THW3[:] = np.rint(_background(scene.description, height, width))
+def draw(scene: Scene, num_frames: int, height: int, width: int, window: Window | None = None) -> np.ndarray:
+  """The clip of a scene, or a window of it: uint8 [T, H, W, 3], edges softened over one pixel."""
+  top, left, down, across = window or (0, 0, height, width)
+  frames_THW3 = np.empty((num_frames, down, across, 3), np.uint8)
+  frames_THW3[:] = np.rint(_background(scene.description, height, width)[top : top + down, left : left + across])
   unit = min(height, width)
   time_T = np.linspace(0, 1, num_frames) if num_frames > 1 else np.zeros(1)
   for thing in scene.things:
     colour = np.array(COLOURS[thing.colour], np.float32)
     for frame_HW3, x, y, size in zip(frames_THW3, *thing.path(time_T), strict=True):
-      x, y, radius = x * width, y * height, size * unit / 2
-      rows = slice(max(0, int(y - radius) - 1), min(height, int(y + radius) + 3))
-      columns = slice(max(0, int(x - radius) - 1), min(width, int(x + radius) + 3))
+      x, y, radius = x * width - left, y * height - top, size * unit / 2
+      rows = slice(max(0, int(y - radius) - 1), max(0, min(down, int(y + radius) + 3)))
+      columns = slice(max(0, int(x - radius) - 1), max(0, min(across, int(x + radius) + 3)))
       across_W = np.arange(columns.start, columns.stop, dtype=np.float32) + np.float32(0.5 - x)
       down_H = np.arange(rows.start, rows.stop, dtype=np.float32) + np.float32(0.5 - y)
       outside_HW = signed_distance(thing.shape, across_W[None, :], down_H[:, None], radius)
@@ -313,6 +315,16 @@ def draw(scene: Scene, num_frames: int, height: int, width: int) -> np.ndarray:
       window_HW3 = frame_HW3[rows, columns]
       window_HW3[:] = np.rint(window_HW3 + cover_HW1 * (colour - window_HW3))
   return frames_THW3
+
+
+def sample_window(scene: Scene, rng: np.random.Generator, height: int, width: int, side: int) -> Window:
+  """A square part of the picture, as near to where some thing is at some moment as its edges allow."""
+  thing, moment = scene.things[rng.integers(len(scene.things))], rng.uniform(size=1)
+  x, y, size = (float(value[0]) for value in thing.path(moment))
+  spread = size * min(height, width) / 2
+  top, left = (int(np.clip(place + rng.uniform(-spread, spread) - side / 2, 0, room - side))
+               for place, room in ((y * height, height), (x * width, width)))
+  return top, left, side, side
 
 
 def _background(description: Description, height: int, width: int) -> np.ndarray:
@@ -385,14 +397,19 @@ def write_clip(path: pathlib.Path, frames_THW3: np.ndarray, fps: float) -> None:
 
 
 def write_folder(folder: pathlib.Path, count: int, height: int, width: int, num_frames: int, fps: int, seed: int,
-                 split: str) -> None:
-  """Writes clips 0 … count - 1 of a split, and last captions.jsonl: a folder that has it is whole."""
+                 split: str, window: int | None = None) -> None:
+  """Writes clips 0 … count - 1 of a split, and last captions.jsonl: a folder that has it is whole.
+
+  Args:
+    window: None, or the side in pixels of a part of each clip to write in place of all of it; for training a VAE.
+  """
   folder.mkdir(parents=True, exist_ok=True)
   lines = []
   for index in range(count):
     scene = sample_scene(seed, index, split)
     name = f"{index:06d}.mp4"
-    write_clip(folder / name, draw(scene, num_frames, height, width), fps)
+    part = window and sample_window(scene, np.random.default_rng([seed, index, 2]), height, width, window)
+    write_clip(folder / name, draw(scene, num_frames, height, width, part), fps)
     lines.append(json.dumps({"file": name, "caption": scene.caption}) + "\n")
   (folder / "captions.jsonl").write_text("".join(lines))
 
@@ -406,11 +423,15 @@ def main(argv: Sequence[str] | None = None) -> None:
   parser.add_argument("--num_frames", type=int, default=25)
   parser.add_argument("--fps", type=int, default=16)
   parser.add_argument("--seed", type=int, default=0)
+  parser.add_argument("--window", type=int, help="side of a part of each clip, in pixels, to write in place of all of it")
   parser.add_argument("--split", choices=("train", "held_out"), default="train")
   arguments = vars(parser.parse_args(argv))
   for key in ("count", "height", "width", "num_frames", "fps"):
     if arguments[key] < 1:
       parser.error(f"--{key}={arguments[key]}: must be at least 1")
+  smaller = min(arguments["height"], arguments["width"])
+  if arguments["window"] is not None and not 1 <= arguments["window"] <= smaller:
+    parser.error(f"--window={arguments['window']}: must be from 1 to {smaller}, the clip's smaller side")
   write_folder(**arguments)
 
 

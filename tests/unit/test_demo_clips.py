@@ -162,6 +162,20 @@ def test_same_scene_in_twice_the_size_and_length(index):
 # --- files
 
 
+@pytest.mark.parametrize("index", [0, 3])
+def test_a_window_is_a_part_of_the_whole(index):
+  scene = clips.sample_scene(5, index)
+  windows = [clips.sample_window(scene, np.random.default_rng(i), 96, 128, 32) for i in range(20)]
+  whole = clips.draw(scene, 5, 96, 128).astype(int)
+  coloured = 0
+  for top, left, height, width in windows:
+    assert 0 <= top <= 96 - 32 and 0 <= left <= 128 - 32 and height == width == 32
+    part = clips.draw(scene, 5, 96, 128, (top, left, height, width))
+    assert np.abs(part - whole[:, top : top + height, left : left + width]).max() <= 1  # rounding at an edge
+    coloured += np.ptp(part, axis=-1).max() > 100
+  assert coloured > 15 and len(set(windows)) > 10  # most show a thing
+
+
 def test_files_are_readable_and_do_not_depend_on_count(tmp_path):
   one = ["--height", "64", "--width", "96", "--num_frames", "9", "--seed", "3"]
   clips.main([str(tmp_path / "three"), "--count", "3", *one])

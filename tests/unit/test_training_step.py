@@ -152,6 +152,31 @@ def test_the_loss_is_that_of_the_velocity():
   np.testing.assert_allclose(np.asarray(losses), expected, rtol=1e-5)
 
 
+def test_some_latent_frames_at_their_own_places():
+  clean = np.random.default_rng(1).standard_normal((B, 5, 4, 4, 2), np.float32)
+  seen = {}
+
+  class Model:
+    def text_keys_values(self, text_BTE):
+      return text_BTE
+
+    def __call__(self, latents, timestep_B, text_kv, *, frames_BF, clip_frames, **_):
+      seen.update(latents=latents, sigma=timestep_B / 1000, frames=frames_BF, clip_frames=clip_frames)
+      return latents, None
+
+  objective = recipe(placement(), latent_frames=3, text_dropout=0.0).objective
+  keys = jax.random.split(jax.random.key(0), B)
+  objective.loss(types.SimpleNamespace(transformer=Model()), {"latents": clean, "text": batch()["text"]}, keys, {})
+  frames = np.asarray(seen["frames"])
+  assert seen["clip_frames"] == 5 and frames.shape == (B, 3) and frames.min() == 0 and frames.max() == 4
+  assert (np.diff(frames, axis=1) > 0).all() and len({tuple(row) for row in frames}) > 2
+  # What is left of the clean latents once the noise is subtracted tells which frames they are.
+  noise = np.stack([np.asarray(jax.random.normal(jax.random.split(key, 3)[1], (3, 4, 4, 2))) for key in keys])
+  sigma = np.asarray(seen["sigma"]).reshape(-1, 1, 1, 1, 1)
+  kept = np.stack([sample[row] for sample, row in zip(clean, frames, strict=True)])
+  np.testing.assert_allclose(np.asarray(seen["latents"]) - sigma * noise, (1 - sigma) * kept, atol=1e-5)
+
+
 # --- the same numbers in another order
 
 
@@ -195,6 +220,44 @@ def test_clipping_and_decay():
   _, after = optimizer.update(huge, optimizer.init(values), values)
   mean = next(s for s in jax.tree.leaves(after, is_leaf=lambda s: hasattr(s, "mu")) if hasattr(s, "mu")).mu
   assert np.linalg.norm(np.concatenate(list(mean.values()))) == pytest.approx(0.1, rel=1e-5)  # (1 - b1) × the threshold
+
+
+def test_muon_makes_the_updates_of_block_matrices_orthogonal():
+  draw = np.random.default_rng(0)
+  shapes = {"transformer.blocks.ffn.up.kernel": (2, 8, 32), "transformer.proj_out.kernel": (8, 16),
+            "transformer.blocks.ffn.up.bias": (2, 32)}
+  values = {name: draw.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+  gradient = {name: draw.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+  settings = {"adam_weight_decay": 0.0, "gradient_clipping_threshold": 0.0}
+  updates = {}
+  for opt_type in ("muon", "adamw"):
+    optimizer = state_lib.make_optimizer(config(opt_type=opt_type, **settings))
+    updates[opt_type], _ = optimizer.update(gradient, optimizer.init(values), values)
+  for name in list(shapes)[1:]:  # Nesterov: 0.9 · 0.1 / (1 - 0.9²) + 1 of the gradient
+    ratio = np.asarray(updates["muon"][name] / updates["adamw"][name])
+    np.testing.assert_allclose(ratio, 1.4737, rtol=1e-3)
+  mine = np.asarray(updates["muon"]["transformer.blocks.ffn.up.kernel"])
+  for update, slope in zip(mine, gradient["transformer.blocks.ffn.up.kernel"], strict=True):
+    singular = np.linalg.svd(update, compute_uv=False) / (0.01 * 0.2 * np.sqrt(32))
+    assert 0.6 < singular.min() and singular.max() < 1.3  # five Newton-Schulz steps come this near to 1
+    assert (update * slope).sum() < 0  # downhill
+  assert np.sqrt(np.square(mine).mean()) == pytest.approx(0.01 * 0.2, rel=0.2)  # AdamW's size, whatever the shape
+
+
+def test_muon_takes_the_inner_convolutions_of_the_vae():
+  draw = np.random.default_rng(0)
+  shapes = {"vae.decoder.conv_in.conv.kernel": (3, 3, 3, 2, 4), "vae.decoder.mid_block.conv1.kernel": (3, 3, 3, 2, 4),
+            "vae.encoder.mid_block.conv1.kernel": (3, 3, 2, 4)}
+  values = {name: draw.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+  zero_encoder = {name: value * ("encoder" not in name) for name, value in values.items()}
+  optimizer = state_lib.make_optimizer(config(opt_type="muon", vae_freeze_encoder=True, adam_weight_decay=0.5))
+  updates, _ = optimizer.update(zero_encoder, optimizer.init(values), values)
+  name = "vae.decoder.mid_block.conv1.kernel"
+  inner = np.asarray(updates[name] + 0.01 * 0.5 * values[name])
+  singular = np.linalg.svd(inner.reshape(-1, 4), compute_uv=False)
+  assert singular.max() < 2 * singular.min()  # orthogonal, but for five Newton-Schulz steps
+  assert np.ptp(np.abs(updates["vae.decoder.conv_in.conv.kernel"])) < 1e-4  # Adam's first step: one size
+  np.testing.assert_array_equal(updates["vae.encoder.mid_block.conv1.kernel"], 0)  # frozen: neither moves nor decays
 
 
 def test_average_of_the_weights():

@@ -92,6 +92,15 @@ def test_stretched_positions_are_the_middles_of_the_larger_picture_s_tokens():
   assert even[1, 16] == pytest.approx(np.cos(2.5))
 
 
+def test_rotary_of_some_frames_of_a_clip():
+  tables = wan.rotary_tables((5, 2, 3), 24)
+  frames = np.array([[0, 4], [2, 3]])
+  for mine, whole in zip(wan.rotary_of_frames(tables, frames, (5, 2, 3)), tables, strict=True):
+    whole = whole.reshape(5, 6, 24)
+    np.testing.assert_array_equal(mine[0], np.concatenate([whole[0], whole[4]]))
+    np.testing.assert_array_equal(mine[1], np.concatenate([whole[2], whole[3]]))
+
+
 @pytest.mark.parametrize(
   "cfg, parameters",
   [
