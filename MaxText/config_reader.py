@@ -21,6 +21,7 @@ from MaxText.config_types import ConfigError
 
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 CONFIGS = REPOSITORY / "configs"
+WEIGHTS = REPOSITORY / "weights"  # a folder for each model whose weights come with the project
 COMMAND_LINE = "command line"
 ENVIRONMENT = "environment"
 ENVIRONMENT_PREFIX = "M_"

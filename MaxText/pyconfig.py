@@ -151,6 +151,7 @@ class Config(Settings):
 
 
 _BASE = "configs/base.yml"
+TAKES_WEIGHTS = frozenset({"decode", "train", "encode_dataset", "convert_checkpoint"})  # commands that read them
 # key → field of the model's dataclass
 _VAE_FIELDS = {key: key.removeprefix("vae_") for key in ARCHITECTURE if key.startswith("vae_")}
 _UMT5_FIELDS = {key: key.removeprefix("text_") for key in ARCHITECTURE if key.startswith("text_") and key != "text_dim"}
@@ -174,7 +175,7 @@ def initialize(argv: Sequence[str], command: str = "decode", environ: Mapping[st
     file, values = next((a for a in argv if a.endswith((".yml", ".yaml")) and "=" not in a), ""), {}
     if file:
       with contextlib.suppress(ConfigError):  # whoever asks for help is not helped by an error
-        values = _resolve(config_reader.read_chain(file), [])[0]
+        values = _resolve(config_reader.read_chain(file), [], command)[0]
     print(help_text(command, values, file if values else ""))
     raise SystemExit(0)
   if not argv or "=" in argv[0] or argv[0].startswith("-"):
@@ -186,7 +187,7 @@ def initialize(argv: Sequence[str], command: str = "decode", environ: Mapping[st
   raise_all([f"{key}: set by the {ENVIRONMENT} ({variable_name(key)}={environment.values[key]}) and by the "
              f"{COMMAND_LINE} ({key}={value}); keep one" for key, value in arguments.values.items()
              if key in environment.values])
-  values, sources, folder = _resolve(files, [environment, arguments])
+  values, sources, folder = _resolve(files, [environment, arguments], command)
   _derive(values, sources, command)
   config = _typed(values, sources)
   config._sources = MappingProxyType(sources)
@@ -242,10 +243,22 @@ def _matching_model(base: Link, folder: Link) -> Link | None:
   return None
 
 
-def _resolve(files: list[Link], user: list[Link]) -> tuple[dict[str, Any], dict[str, str], Folder | None]:
+def _shipped_weights(files: Sequence[Link], user: Sequence[Link], command: str) -> Link | None:
+  """The folder of weights that the project ships for the model, where a command takes weights and none are named."""
+  links, name = [*files, *user], _lookup([*files, *user], "model_name")
+  asked = any(_lookup(links, key) for key in ("load_parameters_path", "load_full_state_path", "init_random_weights"))
+  folder = config_reader.WEIGHTS / str(name)
+  if asked or command not in TAKES_WEIGHTS or name not in _model_names() or not folder.is_dir():
+    return None
+  return Link("shipped with the project", {"load_parameters_path": str(folder)})
+
+
+def _resolve(files: list[Link], user: list[Link], command: str) -> tuple[dict[str, Any], dict[str, str], Folder | None]:
   """Joins the chain; returns values, their sources and the opened weights folder."""
   base, *given = files
-  path = _lookup(files + user, "load_parameters_path")
+  shipped = _shipped_weights(files, user, command)
+  given += [shipped] if shipped else []
+  path = _lookup([base, *given, *user], "load_parameters_path")
   name = _lookup(files + user, "model_name")
   folder, chain = None, []
   if isinstance(path, str):

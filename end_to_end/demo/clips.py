@@ -65,8 +65,8 @@ MARGIN = 0.02  # around every thing, of the picture
 HORIZONTAL, VERTICAL = ("moves left", "moves right"), ("moves up", "moves down", "bounces")
 IN_PLACE = ("grows", "shrinks")
 # Diameters as fractions of the picture's shorter side, by how many things there are; of growing things the largest.
-SIZES = {1: (0.25, 0.40), 2: (0.18, 0.25), 3: (0.18, 0.25)}
-GROWN_SIZES = {1: (0.44, 0.60), 2: (0.34, 0.42), 3: (0.27, 0.29)}
+SIZES = {1: (0.36, 0.48), 2: (0.23, 0.28), 3: (0.23, 0.28)}
+GROWN_SIZES = {1: (0.52, 0.68), 2: (0.38, 0.44), 3: (0.27, 0.29)}
 TRAVEL = (0.35, 0.60)  # of the picture's width or height, over the clip
 GROWTH = (2.0, 2.5)  # largest diameter by smallest
 STAR_INNER = 0.5  # radius of a star's inner corners by that of its tips
@@ -265,7 +265,7 @@ def _lanes(motions: Sequence[str], rng: np.random.Generator) -> list[tuple[float
   shares = [1 / n] * n
   if across and down:
     along = HORIZONTAL if as_rows else VERTICAL
-    shares = [0.34 if motion in along else 0.66 for motion in motions]
+    shares = [0.32 if motion in along else 0.68 for motion in motions]
   order = rng.permutation(n)
   boxes, begin = [(0.0, 0.0, 1.0, 1.0)] * n, 0.0
   for i in order:

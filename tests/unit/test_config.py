@@ -539,6 +539,27 @@ def test_broken_folder(folder, capsys):
   assert (status, message) == (2, "error: load_parameters_path=/broken: /broken: transformer/config.json is missing\n")
 
 
+@pytest.mark.parametrize("command, arguments, taken", [
+    ("decode", [], True),
+    ("encode_dataset", ["video_directory=v", "dataset_path=d"], True),
+    ("decode", [RANDOM], False),
+    ("decode", ["load_parameters_path=/other"], False),
+    ("decode", ["model_name=wan2.1-t2v-1.3b"], False),
+    ("benchmark_attention", [], False),
+])
+def test_weights_that_come_with_the_project(folder, monkeypatch, tmp_path, command, arguments, taken):
+  monkeypatch.setattr(pyconfig.config_reader, "WEIGHTS", tmp_path)
+  (tmp_path / "wan-test").mkdir()
+  links = [pyconfig.Link("base.yml", {"load_parameters_path": None, "model_name": ""}),
+           pyconfig.Link("video.yml", {"model_name": "wan-test"}), pyconfig.config_reader.read_command_line(arguments)]
+  shipped = pyconfig._shipped_weights(links[:2], links[2:], command)
+  assert (shipped and shipped.values) == ({"load_parameters_path": str(tmp_path / "wan-test")} if taken else None)
+  if command == "decode" and not arguments:
+    config = pyconfig.initialize(["configs/video.yml", "model_name=wan-test", "override_model_config=true", "num_heads=3",
+                                  "prompt=x"], "decode", {})
+    assert config.folder is folder and config.sources["load_parameters_path"] == "shipped with the project"
+
+
 # --- commands
 
 

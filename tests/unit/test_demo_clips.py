@@ -116,7 +116,7 @@ def test_sizes_and_travel(scenes):
     if thing.motion in clips.IN_PLACE:
       assert 2.0 <= max(thing.change, 1 / thing.change) <= 2.5
     else:
-      assert 0.25 <= thing.size <= 0.4 and 0.35 <= thing.change <= 0.6
+      assert 0.36 <= thing.size <= 0.48 and 0.35 <= thing.change <= 0.6
 
 
 def test_what_bounces_comes_back():
