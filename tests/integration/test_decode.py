@@ -38,7 +38,7 @@ def golden_arguments(name):
 
 def run(tmp_path, *arguments, name="run", status=0):
   argv = [
-    "configs/video.yml",
+    "tests/tiny.yml",
     f"base_output_directory={tmp_path}",
     f"run_name={name}",
     "log_format=quiet",
@@ -66,7 +66,7 @@ def test_equals_the_reference_pipeline(tmp_path, name, attention):
 
 @pytest.mark.parametrize("name", ["one_expert", "two_experts", "five_heads_euler", "one_frame"])
 def test_frames_equal_the_reference_pipeline(name):
-  config = pyconfig.initialize(["configs/video.yml", "attention=dot_product", *FLOAT32, *golden_arguments(name)])
+  config = pyconfig.initialize(["tests/tiny.yml", "attention=dot_product", *FLOAT32, *golden_arguments(name)])
   pipeline = VideoPipeline(config)
   request = Request(config.prompt, config.seed)
   for step, latents in pipeline.denoise([request], pipeline.encode_prompts([request.prompt])):  # noqa: B007
@@ -119,7 +119,7 @@ def test_resume_makes_only_what_is_missing(tmp_path):
 
 def test_resume_of_a_mistyped_run_is_noticed(tmp_path, capsys):
   (tmp_path / "evening").mkdir()
-  arguments = ["configs/video.yml", f"base_output_directory={tmp_path}", "resume=true", "dry_run=true", *small()]
+  arguments = ["tests/tiny.yml", f"base_output_directory={tmp_path}", "resume=true", "dry_run=true", *small()]
   assert decode.main([*arguments, "run_name=evning"]) == 0
   assert "evning yet, it starts now; did you mean evening?" in "".join(capsys.readouterr())
   assert decode.main([*arguments, "run_name=evening"]) == 0
@@ -232,7 +232,7 @@ def test_routes_layers_and_prompts_never_recompile(tmp_path):
     if not a.startswith(("num_", "height", "width"))
   ]
   config = pyconfig.initialize(
-    ["configs/video.yml", *FLOAT32, *arguments, "num_inference_steps=6", "height=128", "width=128", "num_frames=17"],
+    ["tests/tiny.yml", *FLOAT32, *arguments, "num_inference_steps=6", "height=128", "width=128", "num_frames=17"],
     "decode",
   )
   pipeline = VideoPipeline(config)
@@ -316,7 +316,7 @@ def test_stopping_keeps_what_is_done(tmp_path, number):
     sys.executable,
     "-m",
     "MaxText.decode",
-    "configs/video.yml",
+    "tests/tiny.yml",
     f"base_output_directory={tmp_path}",
     "run_name=run",
     "log_format=json",

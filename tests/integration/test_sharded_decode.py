@@ -14,7 +14,7 @@ from MaxText.video_io import read_video
 
 # Eight heads and 3 × 4 × 4 tokens, so that a context axis of 8 divides both; step 0 is dense, the others are sparse.
 ARGUMENTS = [
-  "configs/video.yml", "log_format=quiet", "init_random_weights=true", "override_model_config=true", "num_heads=8",
+  "tests/tiny.yml", "log_format=quiet", "init_random_weights=true", "override_model_config=true", "num_heads=8",
   "head_dim=16", "prompt=a ball", "height=64", "width=64", "num_frames=9", "num_inference_steps=3", "attention=svg",
   "svg_kernel=exact",  "svg_band_width=10", "svg_start_step=1", "svg_start_layer=0", "save_latents=true"]
 MESHES = [{"context": 2}, {"context": 4}, {"context": 8}, {"data": 2, "context": 4}, {"fsdp": 8},
@@ -112,7 +112,7 @@ def test_weights_and_text_encoder_loaded_in_shards_equal_the_reference(tmp_path)
   golden = pathlib.Path("tests/golden/pipelines/one_expert")
   values = json.loads((golden / "args.json").read_text())
   assert decode.main([
-    "configs/video.yml", "log_format=quiet", "attention=dot_product", "save_latents=true", "run_name=golden",
+    "tests/tiny.yml", "log_format=quiet", "attention=dot_product", "save_latents=true", "run_name=golden",
     f"base_output_directory={tmp_path}", f"load_parameters_path={golden / 'pipe'}",
     f"initial_noise_path={golden / 'noise.npy'}", *(f"{k}={v}" for k, v in values.items() if v is not None)]) == 0
   latents, expected = np.load(tmp_path / "golden" / "latents.npy"), np.load(golden / "latents.npy")

@@ -203,7 +203,7 @@ def test_nan_names_the_step(tmp_path, monkeypatch, capsys):
 def latents_of(folder, *arguments):
   name = f"video{len(list(folder.iterdir()))}"
   assert decode.main([
-    "configs/video.yml", *arguments, f"base_output_directory={folder}", f"run_name={name}", "log_format=quiet", *SIZE,
+    "tests/tiny.yml", *arguments, f"base_output_directory={folder}", f"run_name={name}", "log_format=quiet", *SIZE,
     "num_inference_steps=2", "guidance_scale=1", "prompt=a ball", "save_latents=true"]) == 0
   return np.load(folder / name / "latents.npy")
 
@@ -214,11 +214,11 @@ def test_decode_reads_a_checkpoint_and_convert_exports_it(tmp_path, whole, capsy
   assert np.abs(direct - latents_of(tmp_path, f"load_parameters_path={PIPE}")).max() > 1e-6, "training changed nothing"
   exported = tmp_path / "exported"
   assert convert_checkpoint.main([
-    "configs/video.yml", f"load_parameters_path={checkpoint}", "convert_to=diffusers", f"converted_path={exported}",
+    "tests/tiny.yml", f"load_parameters_path={checkpoint}", "convert_to=diffusers", f"converted_path={exported}",
     "log_format=quiet"]) == 0
   assert open_folder(str(exported)).format == "diffusers"
   np.testing.assert_array_equal(latents_of(tmp_path, f"load_parameters_path={exported}"), direct)
-  assert decode.main(["configs/video.yml", f"load_parameters_path={whole}", "prompt=x"]) == 2
+  assert decode.main(["tests/tiny.yml", f"load_parameters_path={whole}", "prompt=x"]) == 2
   assert str(checkpoint) in capsys.readouterr().err
 
 
@@ -239,7 +239,7 @@ def test_the_vae_is_trained_by_reconstruction(tmp_path, capsys):
   second = run(tmp_path, "second", "steps=1", checkpoint)
   exported = tmp_path / "exported"
   assert convert_checkpoint.main([
-    "configs/video.yml", f"load_parameters_path={second / 'checkpoints' / '1'}", "convert_to=diffusers",
+    "tests/tiny.yml", f"load_parameters_path={second / 'checkpoints' / '1'}", "convert_to=diffusers",
     f"converted_path={exported}", "converted_dtype=bfloat16", "log_format=quiet"]) == 0
   assert open_folder(str(exported)).vae == folders[0].vae
   run(tmp_path, "made", "steps=1", "train_target=vae", checkpoint, "load_full_state_path=x", status=2)
@@ -264,7 +264,7 @@ def test_the_text_encoder_is_trained_with_the_transformer(tmp_path, whole):
   text = {}
   for name, path in (("before", PIPE), ("after", checkpoint)):
     config = pyconfig.initialize(
-      ["configs/video.yml", f"load_parameters_path={path}", "prompt=a ball", "guidance_scale=1", *SIZE], "decode")
+      ["tests/tiny.yml", f"load_parameters_path={path}", "prompt=a ball", "guidance_scale=1", *SIZE], "decode")
     text[name] = VideoPipeline(config).encode_prompts(["a ball"])["a ball"]
   assert np.abs(text["before"] - text["after"]).max() > 1e-3
 
@@ -276,7 +276,7 @@ def test_lora_is_read_by_decode(tmp_path, capsys):
   assert np.abs(merged - base).max() > 1e-4
   size = sum(file.stat().st_size for file in (trained / "checkpoints" / "2" / "transformer").rglob("*") if file.is_file())
   assert size < 10**6, "a LoRA checkpoint holds adapters alone"
-  assert decode.main(["configs/video.yml", f"load_parameters_path={trained / 'checkpoints' / '2'}", "prompt=x"]) == 2
+  assert decode.main(["tests/tiny.yml", f"load_parameters_path={trained / 'checkpoints' / '2'}", "prompt=x"]) == 2
   assert "lora_path" in capsys.readouterr().err
 
 
@@ -306,7 +306,7 @@ def test_tensorboard_and_sample_videos_are_written_when_asked(tmp_path):
   made = run(tmp_path, "run", "steps=3", EMA, "write_tensorboard=true", "sample_interval=2", "eval_interval=3", *sampling)
   assert sorted(os.listdir(made / "samples")) == ["step_000002.mp4", "step_000003.mp4"]
   assert decode.main([
-    "configs/video.yml", f"load_parameters_path={made / 'checkpoints' / '3'}", "log_format=quiet", *SIZE, *sampling,
+    "tests/tiny.yml", f"load_parameters_path={made / 'checkpoints' / '3'}", "log_format=quiet", *SIZE, *sampling,
     "dtype=float32", f"base_output_directory={tmp_path}", "run_name=video"]) == 0
   frames = read_video(made / "samples" / "step_000003.mp4").astype(int)
   assert frames.shape == (5, 32, 32, 3) and np.abs(frames - read_video(tmp_path / "video" / "video.mp4")).max() <= 4
@@ -331,7 +331,7 @@ def test_sample_videos_read_the_text_encoder_that_is_trained(tmp_path, monkeypat
   assert os.listdir(made / "samples") == ["step_000002.mp4"]
   for name, path in (("after", made / "checkpoints" / "2"), ("before", PIPE)):
     assert decode.main([
-      "configs/video.yml", f"load_parameters_path={path}", "log_format=quiet", *SIZE, *sampling, "dtype=float32",
+      "tests/tiny.yml", f"load_parameters_path={path}", "log_format=quiet", *SIZE, *sampling, "dtype=float32",
       f"base_output_directory={tmp_path}", f"run_name={name}"]) == 0
   sampled, after, before = texts
   assert np.abs(sampled - after).max() < 1e-4 < 1e-3 < np.abs(sampled - before).max()

@@ -22,7 +22,7 @@ PARTS = ("transformer", "transformer_2", "vae", "text_encoder")
 
 
 def convert(*arguments):
-  return main(["configs/video.yml", "log_format=quiet", *arguments])
+  return main(["tests/tiny.yml", "log_format=quiet", *arguments])
 
 
 def tensors_of(folder):

@@ -21,7 +21,7 @@ MODELS = sorted(path.stem for path in (config_reader.CONFIGS / "models").glob("*
 
 
 def load(*arguments, environ=None, command="decode"):
-  return pyconfig.initialize(["configs/video.yml", RANDOM, "prompt=x", *arguments], command, environ or {})
+  return pyconfig.initialize(["tests/tiny.yml", RANDOM, "prompt=x", *arguments], command, environ or {})
 
 
 def run(arguments, capsys, environ=None, command="decode"):
@@ -144,8 +144,8 @@ def test_minus_one_of_base_gives_way():
     "yes", "12", "a: b", "null", "", "[1, 2", "{x}", "- a", "1e3", "true", "a=b=c", '"quoted" # no', "雪の上の赤い球 🎈",
     "two\nlines\tand 'quotes'", "word " * 2000, "%s {0} \\n"])
 def test_prompts_are_literal(text):
-  assert pyconfig.initialize(["configs/video.yml", RANDOM, f"prompt={text}"], "decode", {}).prompt == text
-  assert pyconfig.initialize(["configs/video.yml", RANDOM], "decode", {"M_PROMPT": text}).prompt == text
+  assert pyconfig.initialize(["tests/tiny.yml", RANDOM, f"prompt={text}"], "decode", {}).prompt == text
+  assert pyconfig.initialize(["tests/tiny.yml", RANDOM], "decode", {"M_PROMPT": text}).prompt == text
 
 
 @pytest.mark.parametrize("line, prompt", [("prompt: yes", "yes"), ("prompt: 12", "12"), ('prompt: "a: b"', "a: b"),
@@ -311,7 +311,7 @@ BAD_VALUES = [
 
 @pytest.mark.parametrize("arguments, words", BAD_VALUES, ids=lambda v: " ".join(v)[:60] if isinstance(v, list) else "")
 def test_bad_values(arguments, words, capsys):
-  status, message = run(["configs/video.yml", RANDOM, "prompt=x", *arguments], capsys)
+  status, message = run(["tests/tiny.yml", RANDOM, "prompt=x", *arguments], capsys)
   assert status == 2
   assert message.startswith("error: ") and "Traceback" not in message
   for word in words:
@@ -319,15 +319,15 @@ def test_bad_values(arguments, words, capsys):
 
 
 def test_one_problem_is_one_line_and_several_are_listed(capsys):
-  assert run(["configs/video.yml", RANDOM, "prompt=x", "fps=0"], capsys)[1].count("\n") == 1
-  message = run(["configs/video.yml", RANDOM, "prompt=x", "fps=0", "seed=-1", "height=a"], capsys)[1]
+  assert run(["tests/tiny.yml", RANDOM, "prompt=x", "fps=0"], capsys)[1].count("\n") == 1
+  message = run(["tests/tiny.yml", RANDOM, "prompt=x", "fps=0", "seed=-1", "height=a"], capsys)[1]
   assert message.startswith("error: 3 problems:\n  - ") and message.count("\n") == 4
 
 
 @pytest.mark.parametrize("command, arguments, words", [
-    ("decode", ["configs/video.yml", "prompt=x"], ["no weights", "load_parameters_path=FOLDER", RANDOM]),
-    ("decode", ["configs/video.yml", RANDOM], ["no prompt", "prompts_file"]),
-    ("convert_checkpoint", ["configs/video.yml"], ["load_parameters_path is missing"]),
+    ("decode", ["tests/tiny.yml", "prompt=x"], ["no weights", "load_parameters_path=FOLDER", RANDOM]),
+    ("decode", ["tests/tiny.yml", RANDOM], ["no prompt", "prompts_file"]),
+    ("convert_checkpoint", ["tests/tiny.yml"], ["load_parameters_path is missing"]),
     ("decode", [], ["config file", "configs/video.yml"]),
     ("decode", ["prompt=x"], ["first argument", "prompt=x"]),
     ("decode", ["configs/vide.yml"], ["configs/vide.yml: no such config file", "configs/video.yml"]),
@@ -386,7 +386,7 @@ def test_bad_files(text, words, tmp_path, capsys):
     ({"M_SVG_DENSITY": "0.5"}, [], ["svg_density", "do nothing"]),
 ])
 def test_bad_environment(environ, arguments, words, capsys):
-  status, message = run(["configs/video.yml", RANDOM, "prompt=x", *arguments], capsys, environ)
+  status, message = run(["tests/tiny.yml", RANDOM, "prompt=x", *arguments], capsys, environ)
   assert status == 2
   for word in words:
     assert word in message, message
@@ -409,7 +409,7 @@ def npy(path, array):
 ])
 def test_bad_noise(array, words, tmp_path, capsys):
   path = npy(tmp_path / "noise.npy", array)
-  status, message = run(["configs/video.yml", RANDOM, "prompt=x", f"initial_noise_path={path}"], capsys)
+  status, message = run(["tests/tiny.yml", RANDOM, "prompt=x", f"initial_noise_path={path}"], capsys)
   assert status == 2 and f"initial_noise_path={path}" in message
   for word in words:
     assert word in message, message
@@ -419,31 +419,31 @@ def test_noise_of_the_right_shape(tmp_path, capsys):
   path = npy(tmp_path / "noise.npy", np.zeros((16, 5, 16, 16), np.float32))
   assert load(f"initial_noise_path={path}").initial_noise_path == str(path)
   path.write_bytes(path.read_bytes()[:-4])
-  assert "damaged" in run(["configs/video.yml", RANDOM, "prompt=x", f"initial_noise_path={path}"], capsys)[1]
+  assert "damaged" in run(["tests/tiny.yml", RANDOM, "prompt=x", f"initial_noise_path={path}"], capsys)[1]
   path.write_bytes(b"PK\x03\x04" + bytes(100))
-  assert "not a .npy file" in run(["configs/video.yml", RANDOM, "prompt=x", f"initial_noise_path={path}"], capsys)[1]
+  assert "not a .npy file" in run(["tests/tiny.yml", RANDOM, "prompt=x", f"initial_noise_path={path}"], capsys)[1]
 
 
 def test_saved_latents_give_the_size(tmp_path, capsys):
   path = npy(tmp_path / "latents.npy", np.zeros((16, 3, 4, 6), np.float32))
-  config = pyconfig.initialize(["configs/video.yml", RANDOM, f"latents_path={path}"], "decode", {})
+  config = pyconfig.initialize(["tests/tiny.yml", RANDOM, f"latents_path={path}"], "decode", {})
   assert (config.num_frames, config.height, config.width) == (9, 32, 48)
   assert config.sources["height"] == f"latents {path}"
-  status, message = run(["configs/video.yml", RANDOM, f"latents_path={path}", "height=64"], capsys)
+  status, message = run(["tests/tiny.yml", RANDOM, f"latents_path={path}", "height=64"], capsys)
   assert status == 2 and "[16, 3, 4, 6]" in message and "[16, 3, 8, 6]" in message
   for arguments, word in ((["num_videos_per_prompt=2"], "copies"), (["attention=svg", "compare_dense=true"], "anew")):
-    status, message = run(["configs/video.yml", RANDOM, f"latents_path={path}", *arguments], capsys)
+    status, message = run(["tests/tiny.yml", RANDOM, f"latents_path={path}", *arguments], capsys)
     assert status == 2 and word in message
 
 
 def test_prompts_file(tmp_path, capsys):
   path = tmp_path / "prompts.txt"
   path.write_bytes("\ufeffone: a\r\n\n  \n雪\nthree".encode())
-  config = pyconfig.initialize(["configs/video.yml", RANDOM, f"prompts_file={path}"], "decode", {})
+  config = pyconfig.initialize(["tests/tiny.yml", RANDOM, f"prompts_file={path}"], "decode", {})
   assert config.prompts() == ("one: a", "雪", "three")
   for content, word in ((b"", "holds no prompt"), (b" \n\n", "holds no prompt"), (b"\xff\xff", "not UTF-8")):
     path.write_bytes(content)
-    status, message = run(["configs/video.yml", RANDOM, f"prompts_file={path}"], capsys)
+    status, message = run(["tests/tiny.yml", RANDOM, f"prompts_file={path}"], capsys)
     assert status == 2 and word in message
 
 
@@ -453,7 +453,7 @@ def test_loras(tmp_path, capsys):
   assert load(f"lora_path={one}").loras == ((str(one), 1.0, "both"),)
   both = load(f"lora_path=[{one}, {two}]", "lora_weight=[1, -0.5]")
   assert both.loras == ((str(one), 1.0, "both"), (str(two), -0.5, "both"))
-  status, message = run(["configs/video.yml", RANDOM, "prompt=x", f"lora_path={one}", "lora_weight=[1, 2]"], capsys)
+  status, message = run(["tests/tiny.yml", RANDOM, "prompt=x", f"lora_path={one}", "lora_weight=[1, 2]"], capsys)
   assert status == 2 and "2 entries for 1 files" in message
 
 
@@ -479,7 +479,7 @@ def folder(monkeypatch):
 
 
 def from_folder(*arguments):
-  return pyconfig.initialize(["configs/video.yml", "load_parameters_path=/weights", "prompt=x", *arguments], "decode", {})
+  return pyconfig.initialize(["tests/tiny.yml", "load_parameters_path=/weights", "prompt=x", *arguments], "decode", {})
 
 
 def test_folder_decides_the_architecture(folder):
@@ -516,7 +516,7 @@ def test_folder_with_two_experts(folder):
     ([RANDOM], ["load_parameters_path", "init_random_weights", "both set"]),
 ])
 def test_folder_contradicted(folder, arguments, words, capsys):
-  status, message = run(["configs/video.yml", "load_parameters_path=/weights", "prompt=x", *arguments], capsys)
+  status, message = run(["tests/tiny.yml", "load_parameters_path=/weights", "prompt=x", *arguments], capsys)
   assert status == 2
   for word in words:
     assert word in message, message
@@ -528,14 +528,14 @@ def test_folder_overridden(folder):
 
 
 def test_an_override_that_the_weights_cannot_take_is_refused(folder, capsys):
-  arguments = ["configs/video.yml", "load_parameters_path=/weights", "prompt=x", "override_model_config=true"]
+  arguments = ["tests/tiny.yml", "load_parameters_path=/weights", "prompt=x", "override_model_config=true"]
   status, message = run([*arguments, "num_layers=1", "norm_eps=1e-5", "num_experts=2", "boundary_ratio=0.5"], capsys)
   assert status == 2 and "num_layers=1: the weights in /weights fit only num_layers=2" in message
   assert "num_experts=2: /weights holds only 1" in message
 
 
 def test_broken_folder(folder, capsys):
-  status, message = run(["configs/video.yml", "load_parameters_path=/broken", "prompt=x"], capsys)
+  status, message = run(["tests/tiny.yml", "load_parameters_path=/broken", "prompt=x"], capsys)
   assert (status, message) == (2, "error: load_parameters_path=/broken: /broken: transformer/config.json is missing\n")
 
 
@@ -555,7 +555,7 @@ def test_weights_that_come_with_the_project(folder, monkeypatch, tmp_path, comma
   shipped = pyconfig._shipped_weights(links[:2], links[2:], command)
   assert (shipped and shipped.values) == ({"load_parameters_path": str(tmp_path / "wan-test")} if taken else None)
   if command == "decode" and not arguments:
-    config = pyconfig.initialize(["configs/video.yml", "model_name=wan-test", "override_model_config=true", "num_heads=3",
+    config = pyconfig.initialize(["tests/tiny.yml", "model_name=wan-test", "override_model_config=true", "num_heads=3",
                                   "prompt=x"], "decode", {})
     assert config.folder is folder and config.sources["load_parameters_path"] == "shipped with the project"
 
@@ -566,7 +566,7 @@ def test_weights_that_come_with_the_project(folder, monkeypatch, tmp_path, comma
 @pytest.mark.parametrize("command", sorted(COMMANDS))
 def test_help(command, capsys):
   with pytest.raises(SystemExit) as stop:
-    pyconfig.initialize(["configs/video.yml", "--help"], command, {})
+    pyconfig.initialize(["tests/tiny.yml", "--help"], command, {})
   text = capsys.readouterr().out
   assert stop.value.code == 0 and f"python -m MaxText.{command} configs/" in text
   for group in COMMANDS[command][2]:

@@ -62,4 +62,4 @@ def test_legal(arguments):
 
 def test_training_keys_do_nothing_elsewhere():
   with pytest.raises(pyconfig.ConfigError, match="learning_rate: would do nothing, decode does not train"):
-    pyconfig.initialize(["configs/video.yml", "init_random_weights=true", "prompt=x", "learning_rate=1"], "decode", {})
+    pyconfig.initialize(["tests/tiny.yml", "init_random_weights=true", "prompt=x", "learning_rate=1"], "decode", {})
