@@ -65,8 +65,11 @@ MARGIN = 0.02  # around every thing, of the picture
 HORIZONTAL, VERTICAL = ("moves left", "moves right"), ("moves up", "moves down", "bounces")
 IN_PLACE = ("grows", "shrinks")
 # Diameters as fractions of the picture's shorter side, by how many things there are; of growing things the largest.
-SIZES = {1: (0.36, 0.48), 2: (0.23, 0.28), 3: (0.23, 0.28)}
+SIZES = {1: (0.36, 0.48), 2: (0.23, 0.27), 3: (0.23, 0.27)}
 GROWN_SIZES = {1: (0.52, 0.68), 2: (0.38, 0.44), 3: (0.27, 0.29)}
+# The VAE begins with smaller things: more edges in a small picture.
+SMALL_SIZES = {1: (0.25, 0.40), 2: (0.18, 0.25), 3: (0.18, 0.25)}
+SMALL_GROWN_SIZES = {1: (0.44, 0.60), 2: (0.34, 0.42), 3: (0.27, 0.29)}
 TRAVEL = (0.35, 0.60)  # of the picture's width or height, over the clip
 GROWTH = (2.0, 2.5)  # largest diameter by smallest
 STAR_INNER = 0.5  # radius of a star's inner corners by that of its tips
@@ -229,15 +232,16 @@ def sample_description(rng: np.random.Generator, split: str = "train") -> Descri
   return Description(groups, str(rng.choice(PATTERNS)), str(rng.choice(list(TONES))))
 
 
-def make_scene(description: Description, rng: np.random.Generator) -> Scene:
+def make_scene(description: Description, rng: np.random.Generator, small: bool = False) -> Scene:
   """Places the things of a description: inside the picture, apart from one another at every moment."""
+  sizes, grown_sizes = (SMALL_SIZES, SMALL_GROWN_SIZES) if small else (SIZES, GROWN_SIZES)
   groups = [group for group in description.groups for _ in range(group.count)]
   boxes = _lanes([group.motion for group in groups], rng)
   things, drawn = [], {}
   for group, box in zip(groups, boxes, strict=True):
     if group not in drawn:  # things of a kind share size and speed
       grows = group.motion in IN_PLACE
-      size = rng.uniform(*(GROWN_SIZES if grows else SIZES)[len(groups)])
+      size = rng.uniform(*(grown_sizes if grows else sizes)[len(groups)])
       room = box[2] - box[0] if group.motion in HORIZONTAL else box[3] - box[1]
       farthest = min(TRAVEL[1], room - 2 * MARGIN - size)
       drawn[group] = size, rng.uniform(*GROWTH) if grows else rng.uniform(TRAVEL[0], farthest)
@@ -245,10 +249,10 @@ def make_scene(description: Description, rng: np.random.Generator) -> Scene:
   return Scene(description, tuple(things))
 
 
-def sample_scene(seed: int, index: int, split: str = "train") -> Scene:
+def sample_scene(seed: int, index: int, split: str = "train", small: bool = False) -> Scene:
   """Scene `index` of a split; depends on nothing else."""
   rng = np.random.default_rng([seed, index, ("train", "held_out").index(split)])
-  return make_scene(sample_description(rng, split), rng)
+  return make_scene(sample_description(rng, split), rng, small)
 
 
 def prompt_scene(prompt: str, seed: int = 0) -> Scene:
@@ -265,7 +269,7 @@ def _lanes(motions: Sequence[str], rng: np.random.Generator) -> list[tuple[float
   shares = [1 / n] * n
   if across and down:
     along = HORIZONTAL if as_rows else VERTICAL
-    shares = [0.32 if motion in along else 0.68 for motion in motions]
+    shares = [0.34 if motion in along else 0.66 for motion in motions]
   order = rng.permutation(n)
   boxes, begin = [(0.0, 0.0, 1.0, 1.0)] * n, 0.0
   for i in order:
@@ -397,16 +401,17 @@ def write_clip(path: pathlib.Path, frames_THW3: np.ndarray, fps: float) -> None:
 
 
 def write_folder(folder: pathlib.Path, count: int, height: int, width: int, num_frames: int, fps: int, seed: int,
-                 split: str, window: int | None = None) -> None:
+                 split: str, small: bool = False, window: int | None = None) -> None:
   """Writes clips 0 … count - 1 of a split, and last captions.jsonl: a folder that has it is whole.
 
   Args:
+    small: smaller things.
     window: None, or the side in pixels of a part of each clip to write in place of all of it; for training a VAE.
   """
   folder.mkdir(parents=True, exist_ok=True)
   lines = []
   for index in range(count):
-    scene = sample_scene(seed, index, split)
+    scene = sample_scene(seed, index, split, small)
     name = f"{index:06d}.mp4"
     part = window and sample_window(scene, np.random.default_rng([seed, index, 2]), height, width, window)
     write_clip(folder / name, draw(scene, num_frames, height, width, part), fps)
@@ -423,6 +428,7 @@ def main(argv: Sequence[str] | None = None) -> None:
   parser.add_argument("--num_frames", type=int, default=25)
   parser.add_argument("--fps", type=int, default=16)
   parser.add_argument("--seed", type=int, default=0)
+  parser.add_argument("--small", action="store_true", help="draw smaller things")
   parser.add_argument("--window", type=int, help="side of a part of each clip, in pixels, to write in place of all of it")
   parser.add_argument("--split", choices=("train", "held_out"), default="train")
   arguments = vars(parser.parse_args(argv))
