@@ -78,7 +78,8 @@ def batch_flops(config, batch) -> float:
   """Forward and backward of a whole batch, whose clips may have another size than the configuration's."""
   if config.train_target == "vae":
     return vae_train_flops(config.vae(), *batch["video"].shape[:4])
-  tokens = math.prod(config.wan().token_grid(*batch["latents"].shape[1:4]))
+  frames, *picture = batch["latents"].shape[1:4]
+  tokens = math.prod(config.wan().token_grid(min(frames, config.train_latent_frames or frames), *picture))
   text_tokens = batch["ids" if config.train_target == "text" else "text"].shape[1]
   each = train_flops(config.wan(), tokens, text_tokens, lora=config.lora_rank > 0)
   if config.train_target == "text":

@@ -40,6 +40,12 @@ BAD = [
   (["vae_freeze_encoder=true"], ["vae_freeze_encoder", "train_target=vae"]),
   (["train_target=vae", "vae_freeze_encoder=true", "vae_kl_weight=1"], ["vae_kl_weight", "vae_freeze_encoder=true"]),
   (["train_target=text", "dataset_type=video", "video_directory=."], ["train_target=text", "load_parameters_path"]),
+  (["opt_type=adam"], ["opt_type=adam", "adamw, muon", "did you mean adamw"]),
+  (["opt_type=muon", "lora_rank=4"], ["opt_type=muon", "LoRA", "adamw"]),
+  (["muon_beta=0.9"], ["muon_beta", "opt_type=muon"]),
+  (["train_latent_frames=6"], ["train_latent_frames=6", "num_frames=17 has 5", "at most 5"]),
+  (["train_latent_frames=1", "patch_size=[5, 2, 2]", "override_model_config=true"], ["train_latent_frames", "[5, 2, 2]"]),
+  (["train_target=vae", "train_latent_frames=1"], ["train_latent_frames", "train_target=vae"]),
   (["train_target=text", "model_name=wan2.2-t2v-a14b", "train_expert=low_noise"], ["train_target=text", "two experts"]),
 ]
 
@@ -55,7 +61,8 @@ def test_refused(arguments, words):
 @pytest.mark.parametrize("arguments", [
   [], ["lora_rank=4", "lora_alpha=8", "weight_dtype=bfloat16"], ["timestep_sampling=logit_normal", "logit_normal_std=2"],
   ["model_name=wan2.2-t2v-a14b", "train_expert=high_noise"], ["run_name=x", "checkpoint_step=2"],
-  ["train_target=vae", "vae_kl_weight=0.001"], ["train_target=text"]])
+  ["train_target=vae", "vae_kl_weight=0.001"], ["train_target=text"],
+  ["opt_type=muon", "muon_beta=0.9", "train_latent_frames=5"], ["opt_type=muon", "train_target=vae"]])
 def test_legal(arguments):
   assert pyconfig.initialize(["configs/train_video.yml", *arguments], "train", {}).steps == 10
 

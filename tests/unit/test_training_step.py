@@ -12,7 +12,7 @@ from MaxText.attention import dot_product_attention
 from MaxText.attention.ulysses import on_mesh
 from MaxText.models.wan import WanConfig
 from MaxText.parallel import mesh, sharding
-from MaxText.training import objectives, step
+from MaxText.training import metrics, objectives, step
 from MaxText.training import state as state_lib
 
 CFG = WanConfig(num_heads=2, head_dim=12, text_dim=8, freq_dim=8, ffn_dim=24, num_layers=2, in_channels=2, out_channels=2)
@@ -175,6 +175,14 @@ def test_some_latent_frames_at_their_own_places():
   sigma = np.asarray(seen["sigma"]).reshape(-1, 1, 1, 1, 1)
   kept = np.stack([sample[row] for sample, row in zip(clean, frames, strict=True)])
   np.testing.assert_allclose(np.asarray(seen["latents"]) - sigma * noise, (1 - sigma) * kept, atol=1e-5)
+
+
+def test_flops_count_the_frames_that_are_trained_on():
+  def clips(frames):
+    return {"latents": np.zeros((B, frames, 4, 4, 2)), "text": np.zeros((B, *TEXT))}
+
+  some = metrics.batch_flops(config(train_latent_frames=2), clips(4))
+  assert some == metrics.batch_flops(config(), clips(2)) < metrics.batch_flops(config(), clips(4))
 
 
 # --- the same numbers in another order
