@@ -202,7 +202,7 @@ class Settings(pydantic.BaseModel):
   logit_normal_mean: float = _key("training", 0.0, "mean of the logit; above 0 trains more at high noise")
   logit_normal_std: Positive = _key("training", 1.0, "deviation of the logit")
   train_latent_frames: Count | None = _key("training", None,
-    "train on this many latent frames of each clip, at random and at their own places in time; null takes all")
+    "train on this many latent frames of each clip, the first and random others at their own times; null takes all")
   text_dropout: Share = _key("training", 0.1, "share of samples that are trained on the empty prompt, for guidance")
   remat_policy: Literal["none", "minimal", "full"] = _key("training", "full",
     "what the backward pass computes again: nothing, all but the matrix products, or whole blocks")

@@ -91,7 +91,8 @@ class FlowMatching:
     text_dropout: share of samples that see the empty prompt.
     remat: a key of `models.wan.REMAT_POLICIES`, or 'none'.
     attention: of the transformer, dense.
-    latent_frames: None, or how many latent frames of each sample are kept, at random, at their own temporal positions.
+    latent_frames: None, or how many latent frames of each sample are kept, the first and random others, at their own
+      temporal positions.
   """
 
   transformer: str
@@ -119,9 +120,10 @@ class FlowMatching:
       prompts = {name: _replaced(value, empty[name], dropped_B) for name, value in prompts.items()}
     frames_BK = None
     if self.latent_frames is not None:
-      num_frames = batch["latents"].shape[1]
-      shuffled_BF = jax.vmap(lambda key: jax.random.permutation(jax.random.fold_in(key, 3), num_frames))(keys_B)
-      frames_BK = jnp.sort(shuffled_BF[:, : self.latent_frames], axis=1)
+      # Rotary positions are relative: with the first frame always there, the others' tell where in the clip they are.
+      later = batch["latents"].shape[1] - 1
+      shuffled_BF = jax.vmap(lambda key: jax.random.permutation(jax.random.fold_in(key, 3), later))(keys_B)
+      frames_BK = jnp.pad(1 + jnp.sort(shuffled_BF[:, : self.latent_frames - 1], axis=1), ((0, 0), (1, 0)))
     losses_B = self.losses(models, batch["latents"], prompts, self.levels.sigma(uniform_B), keys_3B[1], frames_BK)
     return jnp.mean(losses_B), Measured()
 
