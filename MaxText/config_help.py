@@ -15,7 +15,8 @@ WIDTH = 122
 COMMANDS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "decode": (
         "Generates videos from prompts with a Wan model.",
-        ('configs/video.yml attention=svg load_parameters_path=FOLDER prompt="a red ball rolls over the snow"',
+        ("configs/video.yml attention=svg",
+         'configs/video.yml attention=svg load_parameters_path=FOLDER prompt="a red ball rolls over the snow"',
          "configs/video.yml load_parameters_path=FOLDER prompts_file=prompts.txt attention=svg svg_schedule=conservative",
          'configs/video.yml init_random_weights=true num_frames=17 prompt="a test" dry_run=true'),
         ("run", "sampling", "attention", "memory", "mesh", "architecture")),

@@ -244,13 +244,20 @@ def _matching_model(base: Link, folder: Link) -> Link | None:
 
 
 def _shipped_weights(files: Sequence[Link], user: Sequence[Link], command: str) -> Link | None:
-  """The folder of weights that the project ships for the model, where a command takes weights and none are named."""
+  """The weights that the project ships for the model, where a command takes weights and none are named.
+
+  What decode would show with them, if it is not told, is in the folder's prompt.txt.
+  """
   links, name = [*files, *user], _lookup([*files, *user], "model_name")
   asked = any(_lookup(links, key) for key in ("load_parameters_path", "load_full_state_path", "init_random_weights"))
   folder = config_reader.WEIGHTS / str(name)
   if asked or command not in TAKES_WEIGHTS or name not in _model_names() or not folder.is_dir():
     return None
-  return Link("shipped with the project", {"load_parameters_path": str(folder)})
+  values, prompt = {"load_parameters_path": str(folder)}, folder / "prompt.txt"
+  told = any(_lookup(links, key) is not None for key in ("prompt", "prompts_file", "latents_path"))
+  if command == "decode" and not told and prompt.is_file():
+    values["prompt"] = prompt.read_text(encoding="utf-8").strip()
+  return Link("shipped with the project", values)
 
 
 def _resolve(files: list[Link], user: list[Link], command: str) -> tuple[dict[str, Any], dict[str, str], Folder | None]:

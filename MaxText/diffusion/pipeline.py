@@ -5,7 +5,7 @@
     from MaxText import pyconfig
     from MaxText.diffusion.pipeline import Request, VideoPipeline
 
-    config = pyconfig.initialize(["configs/video.yml", "init_random_weights=true", "prompt=a red ball"], "decode")
+    config = pyconfig.initialize(["configs/video.yml", "attention=svg"], "decode")
     pipeline = VideoPipeline(config)
     request = Request(prompt=config.prompt, seed=0)
     text = pipeline.encode_prompts([request.prompt])

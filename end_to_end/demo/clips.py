@@ -57,7 +57,7 @@ TONES = {
 }
 Window = tuple[int, int, int, int]  # top, left, height and width in pixels
 NUMBERS = {"a": 1, "two": 2, "three": 3}
-DEFAULT_PROMPT = "a yellow star bounces and a blue circle moves left over a checkered grey background"
+DEFAULT_PROMPT = "a yellow square grows over a striped slate background"
 HELD_OUT_FILE = pathlib.Path(__file__).with_name("held_out_prompts.txt")
 
 CELL = 1 / 8  # width of a stripe, side of a square of the checkered pattern; of the picture's shorter side

@@ -90,7 +90,7 @@ def test_last_link_wins_and_is_named(tmp_path):
   environ = {"M_HEIGHT": "64", "M_NEGATIVE_PROMPT": "no", "UNRELATED": "1"}
   config = pyconfig.initialize([str(mine), RANDOM, "width=48", "prompt=a: b"], "decode", environ)
   expected = {
-      "fps": (16.0, "configs/models/wan-test.yml"),
+      "fps": (16.0, "configs/models/wan-demo.yml"),
       "height": (64, "environment M_HEIGHT"),
       "width": (48, "command line"),
       "prompt": ("a: b", "command line"),
@@ -98,7 +98,7 @@ def test_last_link_wins_and_is_named(tmp_path):
       "solver": ("euler", str(mine)),
       "dtype": ("float32", "configs/video.yml"),
       "batch_size": (1, "configs/base.yml"),
-      "num_frames": (17, f"configs/models/wan-test.yml (over {mine}: 5)"),  # the model file comes after, and says so
+      "num_frames": (49, f"configs/models/wan-demo.yml (over {mine}: 5)"),  # the model file comes after, and says so
   }
   assert {key: (getattr(config, key), config.sources[key]) for key in expected} == expected
   assert config.set_by_user("width") and config.set_by_user("height") and not config.set_by_user("solver")
@@ -115,7 +115,7 @@ def test_sampling_keys_of_the_model_may_be_overridden():
 def test_works_from_any_folder(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   assert load().model_name == "wan-test"
-  assert pyconfig.initialize(["video.yml", RANDOM, "prompt=x"], "decode", {}).model_name == "wan-test"
+  assert pyconfig.initialize(["video.yml", RANDOM, "prompt=x"], "decode", {}).model_name == "wan-demo"
 
 
 def test_record_is_json_with_sources(capsys):
@@ -540,8 +540,10 @@ def test_broken_folder(folder, capsys):
 
 
 @pytest.mark.parametrize("command, arguments, taken", [
-    ("decode", [], True),
-    ("encode_dataset", ["video_directory=v", "dataset_path=d"], True),
+    ("decode", [], {"load_parameters_path", "prompt"}),
+  ("decode", ["prompt=mine"], {"load_parameters_path"}),
+  ("decode", ["prompts_file=mine"], {"load_parameters_path"}),
+    ("encode_dataset", ["video_directory=v", "dataset_path=d"], {"load_parameters_path"}),
     ("decode", [RANDOM], False),
     ("decode", ["load_parameters_path=/other"], False),
     ("decode", ["model_name=wan2.1-t2v-1.3b"], False),
@@ -550,14 +552,17 @@ def test_broken_folder(folder, capsys):
 def test_weights_that_come_with_the_project(folder, monkeypatch, tmp_path, command, arguments, taken):
   monkeypatch.setattr(pyconfig.config_reader, "WEIGHTS", tmp_path)
   (tmp_path / "wan-test").mkdir()
+  (tmp_path / "wan-test" / "prompt.txt").write_text("a square\n")
   links = [pyconfig.Link("base.yml", {"load_parameters_path": None, "model_name": ""}),
            pyconfig.Link("video.yml", {"model_name": "wan-test"}), pyconfig.config_reader.read_command_line(arguments)]
   shipped = pyconfig._shipped_weights(links[:2], links[2:], command)
-  assert (shipped and shipped.values) == ({"load_parameters_path": str(tmp_path / "wan-test")} if taken else None)
+  values = {"load_parameters_path": str(tmp_path / "wan-test"), "prompt": "a square"}
+  assert (shipped and shipped.values) == ({key: values[key] for key in taken} if taken else None)
   if command == "decode" and not arguments:
-    config = pyconfig.initialize(["tests/tiny.yml", "model_name=wan-test", "override_model_config=true", "num_heads=3",
-                                  "prompt=x"], "decode", {})
-    assert config.folder is folder and config.sources["load_parameters_path"] == "shipped with the project"
+    config = pyconfig.initialize(["tests/tiny.yml", "model_name=wan-test", "override_model_config=true", "num_heads=3"],
+                                 "decode", {})
+    assert (config.prompt, config.folder) == ("a square", folder)
+    assert config.sources["load_parameters_path"] == "shipped with the project"
 
 
 # --- commands

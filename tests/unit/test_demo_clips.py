@@ -30,7 +30,7 @@ def scenes() -> list[clips.Scene]:
   "two cyan stars grow over a checkered slate background",
   "three green squares bounce over a striped white background",
   "a red circle moves left and a blue square moves up over a plain beige background",
-  clips.DEFAULT_PROMPT,
+  "a yellow star bounces and a blue circle moves left over a checkered grey background",
 ])
 def test_caption_and_description(caption):
   assert str(clips.parse(caption)) == caption

@@ -95,7 +95,8 @@ def test_damaged_clips(damage):
 
 @pytest.mark.parametrize("size", [(13, 64, 64), (9, 256, 256), (13, 96, 160), (13, 130, 90)])
 def test_other_sizes(size):
-  for prompt in (PROMPT, clips.DEFAULT_PROMPT, HELD_OUT[3]):
+  both = "a yellow star bounces and a blue circle moves left over a checkered grey background"
+  for prompt in (PROMPT, both, HELD_OUT[3]):
     verdict = judge.judge(draw(prompt, *size), prompt)
     assert verdict.right, str(verdict)
 
