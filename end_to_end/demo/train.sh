@@ -23,7 +23,7 @@
 # right in all, shapes and motions in 15 of 24 (dense).
 #
 # What failed with a model of twice the size (VAE of 16 base and 16 latent channels, transformer of width 256; another machine of 2
-# cores): AdamW for the VAE (3,000 steps of single frames to reach what Muon reaches in 1,000; on windows 20.4 dB after 60 steps
+# cores): AdamW for the VAE (3,000 steps of single frames to the 31.8 dB that Muon comes near in 1,200, above; on windows 20.4 dB after 60 steps
 # where Muon had 22.5, from the same weights and batches). A VAE that has seen 9 frames goes wrong after the ninth: 15 to 22 dB on
 # clips of 25, with false colours, because by then its convolutions look back on more than they have met; one that has seen 17
 # frames of 64×64 alone drifts in colour over 49, and in flat parts of 256×256: so the windows. Training on random latent frames
