@@ -36,6 +36,8 @@ def main(argv: list[str]) -> None:
 
     with pyconfig.input_errors():
       pipeline = VideoPipeline(config, reporter)
+      if not config.dry_run:
+        report.check_memory(pipeline)
 
   # --- what to make
   prompts = config.prompts() or ("",)

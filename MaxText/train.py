@@ -35,8 +35,8 @@ def main(argv: list[str]) -> None:
   import jax  # only once the configuration is right
 
   from MaxText.input_pipeline import make_iterator
+  from MaxText.parallel import memory, sharding
   from MaxText.parallel import mesh as mesh_lib
-  from MaxText.parallel import sharding
   from MaxText.training import batches, checkpointing, metrics, state, step
 
   # --- devices
@@ -51,10 +51,15 @@ def main(argv: list[str]) -> None:
 
   # --- data and state
   template, optimizer = state.make_template(config, placement), state.make_optimizer(config)
+  abstract = state.make_abstract_state(config, template, optimizer, placement)
   if config.debug_sharding:
     reporter.info(sharding.debug_sharding(template.abstract_state(template.variables)))
   with pyconfig.input_errors():
     sharding.check_sharded_enough(template.abstract_state(template.variables), placement, config.sharding_tolerance)
+    held = {"weights": (abstract.weights, template.abstract(template.kept)), "optimizer": abstract.optimizer,
+            "EMA": abstract.ema}
+    memory.check_fits(held, placement.mesh, "train a LoRA (lora_rank=32) or a smaller model, or take more devices "
+                      "(ici_fsdp_parallelism splits weights and optimizer)")
     iterator = make_iterator(config, placement, "train")
   checkpoints = checkpointing.Checkpoints(config, template)
   sample_videos = make_samples(config, template, checkpoints.run, reporter)
@@ -71,7 +76,6 @@ def main(argv: list[str]) -> None:
   # --- programs
   if config.train_target != "vae":
     reporter.info(f"attention: {recipe.objective.attention.describe()}")
-  abstract = state.make_abstract_state(config, template, optimizer, placement)
   train_step = step.jit_train_step(template, optimizer, recipe, abstract, placement)
   eval_step = step.jit_eval_step(template, recipe, config.eval_buckets, placement)
   main_process = jax.process_index() == 0

@@ -11,7 +11,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from MaxText import pyconfig
 from MaxText.config_types import RunError
@@ -29,8 +29,8 @@ def main(argv: list[str]) -> None:
     config.print_config()
   import jax  # only once the configuration is right
 
+  from MaxText.parallel import memory, sharding, topology
   from MaxText.parallel import mesh as mesh_lib
-  from MaxText.parallel import sharding, topology
   from MaxText.training import batches, metrics, state, step
 
   # --- the slice
@@ -73,22 +73,15 @@ def main(argv: list[str]) -> None:
     seconds, found = time.perf_counter() - began, topology.account(program)
     parts = {"weights": (abstract.weights, kept), "optimizer": abstract.optimizer, "EMA": abstract.ema, "batch": batch}
     reporter.info(f"compiled in {seconds_in_words(seconds)}; nothing was run: what follows is the compiler's account")
-    for line in describe(found, {name: device_bytes(part) for name, part in parts.items()}, device_kind):
+    for line in describe(found, {name: memory.device_bytes(part) for name, part in parts.items()}, device_kind):
       reporter.info(line)
     reporter.info(describe_flops(metrics.batch_flops(config, batch) / mesh.size, device_kind))
-    if found.peak > metrics.HBM_GIB.get(device_kind, math.inf) * topology.GIB:
+    if found.peak > metrics.HBM_GIB.get(device_kind, math.inf) * memory.GIB:
       too_large.append(size)
   if too_large:
     raise RunError(f"the step does not fit a device's memory for {'; '.join(too_large)}: lower global_batch_size, raise "
                    "gradient_accumulation_steps, set remat_policy=full, or spread one video over "
                    "ici_context_parallelism, weights over ici_fsdp_parallelism, or all over a larger slice")
-
-
-def device_bytes(tree: Any) -> int:
-  """Bytes of a device's share of these ShapeDtypeStructs with shardings."""
-  import jax
-
-  return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def describe(found: Account, parts: Mapping[str, int], device_kind: str) -> Iterator[str]:
@@ -98,7 +91,7 @@ def describe(found: Account, parts: Mapping[str, int], device_kind: str) -> Iter
     parts: name → bytes of a device's share of the arguments.
   """
   from MaxText.parallel import hlo
-  from MaxText.parallel.topology import GIB
+  from MaxText.parallel.memory import GIB
   from MaxText.training.metrics import HBM_GIB
 
   memory, peak = HBM_GIB.get(device_kind), found.peak / GIB

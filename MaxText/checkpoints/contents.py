@@ -22,6 +22,7 @@ SUPPORTED = "this framework runs the text-to-video (T2V) models of Wan 2.1 and 2
 TOKENIZER = "the sentencepiece vocabulary of the text encoder"
 
 _MAX_LISTED = 20
+MOST_LAYERS = 1000  # a config that claims more is damaged; the largest published model has 40
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +102,10 @@ class Fields:
 
   def count(self, key: str) -> int:
     return self._get(key, "a positive whole number", _is_count)
+
+  def layers(self, key: str) -> int:
+    """How often a part is repeated, which names its tensors one by one."""
+    return self._get(key, f"a whole number from 1 to {MOST_LAYERS:,}", lambda v: _is_count(v) and v <= MOST_LAYERS)
 
   def number(self, key: str) -> float:
     return float(self._get(key, "a positive number", lambda v: _is_number(v) and v > 0))

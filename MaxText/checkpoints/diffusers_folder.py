@@ -147,7 +147,7 @@ def _wan_config(fields: Fields):
     WanConfig, fields.path,
     patch_size=patch_size, num_heads=fields.count("num_attention_heads"), head_dim=fields.count("attention_head_dim"),
     in_channels=in_channels, out_channels=out_channels, text_dim=fields.count("text_dim"),
-    freq_dim=fields.count("freq_dim"), ffn_dim=fields.count("ffn_dim"), num_layers=fields.count("num_layers"),
+    freq_dim=fields.count("freq_dim"), ffn_dim=fields.count("ffn_dim"), num_layers=fields.layers("num_layers"),
     eps=fields.number("eps"),
   )
 
@@ -168,7 +168,7 @@ def _vae_config(fields: Fields):
                      f"dim_mult need {len(dim_mult) - 1}")
   return contents.build(
     VaeConfig, fields.path,
-    base_dim=base_dim, z_dim=fields.count("z_dim"), dim_mult=dim_mult, num_res_blocks=fields.count("num_res_blocks"),
+    base_dim=base_dim, z_dim=fields.count("z_dim"), dim_mult=dim_mult, num_res_blocks=fields.layers("num_res_blocks"),
     temporal_downsample=temporal, latents_mean=fields.numbers("latents_mean"), latents_std=fields.numbers("latents_std"),
   )
 
@@ -180,7 +180,7 @@ def _umt5_config(fields: Fields):
   return contents.build(
     Umt5Config, fields.path,
     vocab_size=fields.count("vocab_size"), d_model=fields.count("d_model"), d_kv=fields.count("d_kv"),
-    d_ff=fields.count("d_ff"), num_layers=fields.count("num_layers"), num_heads=fields.count("num_heads"),
+    d_ff=fields.count("d_ff"), num_layers=fields.layers("num_layers"), num_heads=fields.count("num_heads"),
     num_buckets=fields.count("relative_attention_num_buckets"),
     max_distance=fields.count("relative_attention_max_distance"),
     eps=fields.number("layer_norm_epsilon"),

@@ -90,7 +90,7 @@ def _wan_config(path: str):
     WanConfig, fields.path,
     num_heads=num_heads, head_dim=dim // num_heads, in_channels=fields.count("in_dim"),
     out_channels=fields.count("out_dim"), freq_dim=fields.count("freq_dim"), ffn_dim=fields.count("ffn_dim"),
-    num_layers=fields.count("num_layers"), eps=fields.number("eps"),
+    num_layers=fields.layers("num_layers"), eps=fields.number("eps"),
     **({"text_dim": fields.count("text_dim")} if "text_dim" in fields.values else {}),
     **({"patch_size": fields.counts("patch_size")} if "patch_size" in fields.values else {}),
   )

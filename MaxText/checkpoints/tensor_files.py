@@ -73,8 +73,9 @@ def read_header(path: str) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
       raise ValueError(f"{path} is not a safetensors file: its header does not parse ({e}); download it again") from e
   expected = 8 + length + max((end for *_, end in entries.values()), default=0)
-  if size < expected:
-    raise ValueError(f"{path} is truncated: it has {size} bytes and its header promises {expected}; download it again")
+  if size != expected:
+    fault = "is truncated" if size < expected else "has something behind its tensors"
+    raise ValueError(f"{path} {fault}: it has {size} bytes and its header promises {expected}; download it again")
   stored, last = {}, 0
   for name, (code, shape, begin, end) in sorted(entries.items(), key=lambda entry: entry[1][2:]):
     if begin != last or not all(type(n) is int and n >= 0 for n in shape):

@@ -14,7 +14,8 @@ import numpy as np
 from flax import nnx
 
 from MaxText.parallel import sharding
-from MaxText.parallel.topology import GIB, account
+from MaxText.parallel.memory import GIB
+from MaxText.parallel.topology import account
 
 
 @dataclasses.dataclass(frozen=True)

@@ -290,6 +290,26 @@ class VideoPipeline:
   def _make_expert(self) -> WanTransformer:
     return WanTransformer(self.config.wan(), rngs=nnx.Rngs(0), **self.dtypes)
 
+  def _make_vae(self) -> WanVae:
+    return WanVae(self.config.vae(), rngs=nnx.Rngs(0), **self.dtypes)
+
+  def _make_text_encoder(self) -> Umt5Encoder:
+    """The largest network: weights that are stored in bfloat16 stay so, since each layer is cast when it is used."""
+    stored = set(export.stored_dtypes(self.folder, "text_encoder").values()) if self.folder else set()
+    weight_dtype = jnp.bfloat16 if stored == {np.dtype(jnp.bfloat16)} else self.dtypes["weight_dtype"]
+    return Umt5Encoder(self.config.umt5(), rngs=nnx.Rngs(0), **{**self.dtypes, "weight_dtype": weight_dtype})
+
+  def abstract_weights(self) -> dict[str, Any]:
+    """Each network's weights as ShapeDtypeStructs with shardings, in the order in which they are loaded."""
+    makers = {"text_encoder": self._make_text_encoder, "vae": self._make_vae}
+    names = ("text_encoder", *EXPERTS[: self.config.num_experts], "vae")
+    return {
+      name: sharding.sharded_abstract(
+        nnx.state(nnx.eval_shape(makers.get(name, self._make_expert))),
+        self.vae_placement if name == "vae" else self.placement)
+      for name in names
+    }
+
   def _load(
     self, component: str, make: Callable[[], nnx.Module], placement: sharding.Placement | None = None
   ) -> nnx.Module:
@@ -318,19 +338,10 @@ class VideoPipeline:
 
   def load_vae(self) -> WanVae:
     if self.vae is None:
-      self.vae = self._load(
-        "vae", lambda: WanVae(self.config.vae(), rngs=nnx.Rngs(0), **self.dtypes), self.vae_placement
-      )
+      self.vae = self._load("vae", self._make_vae, self.vae_placement)
     return self.vae
 
   # --- text
-
-  def _load_text_encoder(self) -> Umt5Encoder:
-    """The largest network: weights that are stored in bfloat16 stay so, since each layer is cast when it is used."""
-    stored = set(export.stored_dtypes(self.folder, "text_encoder").values())
-    weight_dtype = jnp.bfloat16 if stored == {np.dtype(jnp.bfloat16)} else self.dtypes["weight_dtype"]
-    dtypes = {**self.dtypes, "weight_dtype": weight_dtype}
-    return self._load("text_encoder", lambda: Umt5Encoder(self.config.umt5(), rngs=nnx.Rngs(0), **dtypes))
 
   def encode_prompts(self, prompts: Sequence[str], encoder: Umt5Encoder | None = None) -> dict[str, np.ndarray]:
     """Embeddings [T, E] of each distinct text, and of the negative prompt where guidance needs it, on the host.
@@ -352,7 +363,7 @@ class VideoPipeline:
         )
     embedded: dict[str, np.ndarray] = {}
     with self._on_mesh():
-      encoder = encoder or self._load_text_encoder()
+      encoder = encoder or self._load("text_encoder", self._make_text_encoder)
       for start in range(0, len(texts), PROMPTS_A_BATCH):
         group = texts[start : start + PROMPTS_A_BATCH]
         values = jax.device_put(encode_prompts(encoder, tokenizer, group), self.placement.replicated)

@@ -11,15 +11,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from flax import nnx
 
 from MaxText.attention.svg import accounting
-from MaxText.models.umt5 import Umt5Encoder
-from MaxText.models.vae import WanVae
-from MaxText.models.wan import WanTransformer
+from MaxText.parallel import memory
 from MaxText.parallel import mesh as mesh_lib
-from MaxText.parallel import sharding
 from MaxText.reporter import seconds_in_words
 
 
@@ -53,6 +48,24 @@ def describe(pipeline) -> list[str]:
   return lines
 
 
+def check_memory(pipeline) -> None:
+  """Refuses, before anything is loaded, weights that the devices cannot hold.
+
+  Raises:
+    ValueError: names the sizes and what to change.
+  """
+  weights = pipeline.abstract_weights()
+  loaded = [{name: weights.pop(name)} for name in ("vae", "text_encoder")]  # alone; the text encoder leaves again
+  if pipeline.config.latents_path:
+    loaded, weights = loaded[:1], {}
+  elif pipeline.folder is None:  # random embeddings
+    loaded = loaded[:1]
+  narrower = "" if pipeline.dtypes["weight_dtype"].itemsize == 2 else "weight_dtype=bfloat16, "
+  advice = f"take {narrower}a smaller model, or more devices (ici_fsdp_parallelism splits weights)"
+  for held in (*loaded, weights):
+    memory.check_fits(held, pipeline.placement.mesh, advice)
+
+
 def flops_saved(pipeline) -> float:
   """Share of the transformer's FLOPs that the schedule saves, sink included."""
   config, wan = pipeline.config, pipeline.config.wan()
@@ -80,30 +93,21 @@ def mask_records(pipeline) -> list[dict[str, Any]]:
 def estimate(pipeline, num_videos: int) -> list[str]:
   """For a dry run: weights and activations a device holds, and the time of the steps. Estimates, and labelled so."""
   config, placement, wan = pipeline.config, pipeline.placement, pipeline.config.wan()
-  makers = {"text encoder": lambda: Umt5Encoder(config.umt5(), rngs=nnx.Rngs(0), **pipeline.dtypes)}
-  for expert in range(config.num_experts):
-    name = "transformer" if config.num_experts == 1 else ("high-noise", "low-noise")[expert] + " transformer"
-    makers[name] = lambda: WanTransformer(wan, rngs=nnx.Rngs(0), **pipeline.dtypes)
-  makers["VAE"] = lambda: WanVae(config.vae(), rngs=nnx.Rngs(0), **pipeline.dtypes)
-  sizes = {}
-  for name, make in makers.items():
-    abstract = sharding.sharded_abstract(nnx.state(nnx.eval_shape(make)), placement)
-    sizes[name] = sum(
-      np.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract)
-    )
+  sizes = {name: memory.device_bytes(tree) for name, tree in pipeline.abstract_weights().items()}
   batch = config.batch_size * (2 if any(step.guided for step in pipeline.steps) else 1)
   shape = placement.mesh.shape
   local_tokens = batch * config.num_tokens / min(batch, shape["data"]) / shape["context"]
   # One layer at a time: residual stream and its norm in float32, q, k, v and the output, and the MLP.
   bytes_a_token = 8 * wan.width + (4 * wan.width + wan.ffn_dim) * pipeline.dtypes["dtype"].itemsize
   text = 2 * wan.num_layers * batch * config.text_length * wan.width * pipeline.dtypes["dtype"].itemsize
-  gib = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in sizes.items())
-  held = sum(size for name, size in sizes.items() if name not in ("text encoder", "VAE")) + text
+  gib = ", ".join(f"{name} {size / memory.GIB:.2f}" for name, size in sizes.items())
+  held = sum(size for name, size in sizes.items() if name not in ("text_encoder", "vae")) + text
+  denoising = (held + local_tokens * bytes_a_token) / memory.GIB
   flops = total_flops(pipeline) * -(-num_videos // config.batch_size) * batch
   rate = measured_flops_per_second(pipeline.dtypes["dtype"]) * placement.mesh.size
   return [
     f"memory a device, estimate: weights {gib} GiB (the text encoder leaves before the transformer comes); denoising "
-    f"{(held + local_tokens * bytes_a_token) / 2**30:.2f} GiB with the text's keys and values and a layer's activations",
+    f"{denoising:.2f} GiB with the text's keys and values and a layer's activations",
     f"time, estimate: {flops:.3g} FLOPs of denoising at {rate:.3g} FLOP/s (a matrix product measured just now on "
     f"{placement.mesh.devices.flat[0].device_kind}, times the devices): at least {seconds_in_words(flops / rate)}",
     "dry run: nothing was loaded or written",

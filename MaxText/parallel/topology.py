@@ -6,7 +6,6 @@ import dataclasses
 import os
 import re
 
-GIB = 2**30
 _PALLAS = re.compile(r'%([\w.-]+?)(?:\.\d+)* = .*custom_call_target="tpu_custom_call"')
 
 
