@@ -47,6 +47,9 @@ def main(argv: list[str]) -> None:
   run = RunFolder(config, requests, create=not config.dry_run)
   if run.notice:
     reporter.warn(run.notice)
+  if words := config.unknown_words():
+    reporter.warn(f"these weights were not trained on {', '.join(map(repr, words))}: the video will show something else; "
+                  f"the words they know are in {config.load_parameters_path}/words.txt")
   for line in report.describe(pipeline):
     reporter.info(line)
   if config.dry_run:

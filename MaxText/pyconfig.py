@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import os
 import pathlib
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -109,6 +110,16 @@ class Config(Settings):
       with input_errors():
         return config_checks.read_prompts_file(self.prompts_file)
     return () if self.prompt is None else (self.prompt,)
+
+  def unknown_words(self) -> list[str]:
+    """Words of the prompts that the weights never met, where their folder lists those that they did (words.txt)."""
+    file = os.path.join(self._folder.path, "words.txt") if self._folder is not None else ""
+    if not os.path.isfile(file):
+      return []
+    with open(file, encoding="utf-8") as f:
+      known = set(f.read().split())
+    words = re.findall(r"\w+", " ".join(self.prompts()).lower())
+    return [word for word in dict.fromkeys(words) if word not in known]
 
   def wan(self) -> WanConfig:
     """Architecture of the video transformer."""

@@ -8,7 +8,7 @@ import av
 import numpy as np
 import pytest
 
-from MaxText import decode
+from MaxText import decode, pyconfig
 
 ROOT = pathlib.Path(__file__).parents[2]
 sys.path.append(str(ROOT / "end_to_end" / "demo"))
@@ -22,6 +22,16 @@ def test_size_and_prompt():
   assert sum(path.stat().st_size for path in WEIGHTS.rglob("*")) <= 32 * 2**20
   assert clips.DEFAULT_PROMPT == (WEIGHTS / "prompt.txt").read_text().strip()
   clips.parse(clips.DEFAULT_PROMPT)  # of the grammar
+
+
+def test_words_it_does_not_know():
+  def unknown(prompt):
+    return pyconfig.initialize(["configs/video.yml", f"prompt={prompt}"], "decode").unknown_words()
+
+  assert (WEIGHTS / "words.txt").read_text().split() == sorted({
+    word for i in range(3000) for word in clips.sample_scene(0, i).caption.split()})
+  assert unknown(clips.DEFAULT_PROMPT) == [] and unknown("Two cyan stars move up, over a plain grey background.") == []
+  assert unknown("a dog runs over a beige beach, a Dog") == ["dog", "runs", "beach"]
 
 
 @pytest.mark.slow

@@ -540,14 +540,14 @@ def test_broken_folder(folder, capsys):
 
 
 @pytest.mark.parametrize("command, arguments, taken", [
-    ("decode", [], {"load_parameters_path", "prompt"}),
+  ("decode", [], {"load_parameters_path", "prompt"}),
   ("decode", ["prompt=mine"], {"load_parameters_path"}),
   ("decode", ["prompts_file=mine"], {"load_parameters_path"}),
-    ("encode_dataset", ["video_directory=v", "dataset_path=d"], {"load_parameters_path"}),
-    ("decode", [RANDOM], False),
-    ("decode", ["load_parameters_path=/other"], False),
-    ("decode", ["model_name=wan2.1-t2v-1.3b"], False),
-    ("benchmark_attention", [], False),
+  ("encode_dataset", ["video_directory=v", "dataset_path=d"], {"load_parameters_path"}),
+  ("decode", [RANDOM], False),
+  ("decode", ["load_parameters_path=/other"], False),
+  ("decode", ["model_name=wan2.1-t2v-1.3b"], False),
+  ("benchmark_attention", [], False),
 ])
 def test_weights_that_come_with_the_project(folder, monkeypatch, tmp_path, command, arguments, taken):
   monkeypatch.setattr(pyconfig.config_reader, "WEIGHTS", tmp_path)
