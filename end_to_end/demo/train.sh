@@ -24,7 +24,8 @@
 # Encoding took 0.3 s a clip of 128×128 and 1.2 s one of 256×256, 0.6 hours in all. After vae_49 drawn clips of 256×256 and 49
 # frames come back from the VAE at 29 to 33 dB, and the judge accepts all of them (4 held-out prompts).
 #
-# Of the 24 held-out prompts the judge finds 21 right in dense videos and 20 with sparse attention (aggressive).
+# Of the 24 held-out prompts the judge finds 21 right in dense videos and 20 with sparse attention (aggressive): colours in
+# all 24, motions in 23, counts in 22, shapes in 21 and 20.
 #
 # Few latent frames of many clips teach what things look like, many of few clips how they go on: of clips of 128×128, sampled
 # whole, the judge found 13 of 24 right after text_128_3 (motion in 17) and 19 after text_128_7 (motion in 24). At 256×256, where
