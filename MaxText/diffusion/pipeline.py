@@ -440,9 +440,12 @@ class VideoPipeline:
         text_kv,
         layers,
       )
-      program, seconds = self._program(graphdef, step, control, arguments)
-      last_end += seconds
-      state, temporal_LBN, finite = program(*arguments)
+      key = self._program_key(graphdef, step, control, len(requests))
+      if key not in self._programs:
+        while running:  # a step that ran beside the compiler would be timed by neither
+          yield finish()
+        last_end += self._compile(key, step, arguments)
+      state, temporal_LBN, finite = self._programs[key](*arguments)
       running.append((step, state, temporal_LBN, finite))
       if len(running) >= STEPS_IN_FLIGHT:
         yield finish()
@@ -472,20 +475,20 @@ class VideoPipeline:
     return jax.tree.map(
       lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, compiled.output_shardings)
 
-  def _program(self, graphdef, step: Step, control: Attention | None, arguments) -> tuple[Callable, float]:
-    """The compiled step, and the seconds spent compiling it now (0 when it existed).
+  def _program_key(self, graphdef, step: Step, control: Attention | None, batch: int) -> tuple:
+    """What a compiled step depends on: (graphdef, guided, dense attention, sparse attention or None, batch).
 
     One program for dense steps and one a density, whatever the routes, the layers and the expert: those are data.
     """
     sparse = self._is_sparse(step, control)
     sparse_attention = on_mesh(self.svg_attention(step.sparse.half_width), self.placement) if sparse else None
-    attention = control or self.attention
-    batch = arguments[1].sample.shape[0]
-    key = (graphdef, step.guided, attention, sparse_attention, batch)
-    if key in self._programs:
-      return self._programs[key], 0.0
-    kind = f"density {step.sparse.density}" if sparse else "dense"
-    self.reporter.info(f"compiling the denoising step ({kind}{', with guidance' if step.guided else ''})")
+    return graphdef, step.guided, control or self.attention, sparse_attention, batch
+
+  def _compile(self, key: tuple, step: Step, arguments) -> float:
+    """Compiles the step of a key for the shapes of its arguments; returns the seconds that took."""
+    graphdef, guided, attention, sparse_attention, _ = key
+    kind = f"density {step.sparse.density}" if sparse_attention is not None else "dense"
+    self.reporter.info(f"compiling the denoising step ({kind}{', with guidance' if guided else ''})")
     start = time.perf_counter()
     with self._on_mesh():
       replicated = self.placement.replicated
@@ -493,14 +496,14 @@ class VideoPipeline:
         graphdef,
         *arguments,
         solver_step=self.solver.step,
-        guided=step.guided,
+        guided=guided,
         attention=attention,
         sparse_attention=sparse_attention,
       )
       self._programs[key] = lowered.compile(compiler_options=compiler_options(self.platform))
     seconds = time.perf_counter() - start
     self.compile_seconds += seconds
-    return self._programs[key], seconds
+    return seconds
 
   def seconds_left(self) -> float | None:
     """Estimate from the steps so far: each remaining one takes the mean of its own kind, or of all where none is done."""

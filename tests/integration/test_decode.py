@@ -77,6 +77,22 @@ def test_frames_equal_the_reference_pipeline(name):
   assert np.abs(frames - expected).max() <= 2e-3
 
 
+def test_no_step_runs_beside_the_compiler():
+  config = pyconfig.initialize(["tests/tiny.yml", *FLOAT32, *small("attention=svg")], "decode")
+  pipeline, timed = VideoPipeline(config), []
+  compile_step = pipeline._compile
+
+  def watched(key, step, arguments):
+    timed.append((step.index, len(pipeline.step_seconds)))
+    return compile_step(key, step, arguments)
+
+  pipeline._compile = watched
+  request = Request(config.prompt, config.seed)
+  list(pipeline.denoise([request], pipeline.encode_prompts([request.prompt])))
+  assert len(timed) == 2 and timed[1][0] > 0  # dense steps, then sparse ones
+  assert all(index == seconds for index, seconds in timed)  # every earlier step has its seconds already
+
+
 def small(*more):
   return [
     "init_random_weights=true",
