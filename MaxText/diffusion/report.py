@@ -44,7 +44,8 @@ def describe(pipeline) -> list[str]:
       )
       if row["executed_tile_fraction_spatial"] == 1.0:
         pipeline.reporter.warn(f"density {row['density']}: every tile runs at this size, as with dense attention")
-    lines.append(f"the masks leave out {flops_saved(pipeline):.1%} of the transformer's FLOPs (all heads counted as spatial)")
+    saved = flops_saved(pipeline)
+    lines.append(f"the masks leave out {saved:.1%} of the transformer's FLOPs (all heads counted as spatial)")
   return lines
 
 
