@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from MaxText import config_types
-from MaxText.config_reader import user_path
+from MaxText.config_reader import nearest, user_path
 from MaxText.data_checks import check_data
 from MaxText.training_checks import check_training
 
@@ -154,8 +154,8 @@ def _svg(facts: Facts) -> Iterator[str]:
   if c.svg_band_width is not None and c.svg_density is not None and "svg_density" in facts.user_keys:
     yield f"svg_density: would do nothing beside svg_band_width={c.svg_band_width}, a band in tokens; keep one of the two"
   if c.svg_schedule not in SVG_PRESETS and not os.path.isfile(user_path(c.svg_schedule)):
-    yield (f"svg_schedule={c.svg_schedule}: is neither {', '.join(SVG_PRESETS)} nor a file; "
-           "a file of your own is YAML with step and layer intervals")
+    yield (f"svg_schedule={c.svg_schedule}: is neither {', '.join(SVG_PRESETS)} nor a file"
+           f"{nearest(c.svg_schedule, SVG_PRESETS) or '; a file of your own is YAML with step and layer intervals'}")
 
 
 def _dense(facts: Facts) -> Iterator[str]:

@@ -14,6 +14,7 @@ import os
 import pathlib
 import re
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -24,7 +25,7 @@ import pydantic
 from MaxText import config_checks, config_reader, config_types
 from MaxText.config_help import help_text
 from MaxText.config_reader import COMMAND_LINE, ENVIRONMENT, Link, raise_all, variable_name
-from MaxText.config_types import ARCHITECTURE, GROUPS, ConfigError, RunError, Settings
+from MaxText.config_types import ARCHITECTURE, ConfigError, RunError, Settings
 
 if TYPE_CHECKING:
   from MaxText.checkpoints.folder import Folder
@@ -152,13 +153,18 @@ class Config(Settings):
     return {key: {"value": values[key], "source": self._sources[key]} for key in values}
 
   def print_config(self, file: Any = None) -> None:
-    """Prints every value by group, and where it came from unless that is base.yml."""
-    for group in GROUPS:
-      print(f"[{group}]", file=file)
-      for key in config_types.keys_of(group):
-        source = self._sources[key]
-        origin = "" if source == _BASE else f"  ← {source}"
-        print(f"  {key} = {config_types.as_yaml(getattr(self, key))}{origin}", file=file)
+    """Prints each source and the keys it set; of base.yml, which sets the rest, only how many (run.json holds all)."""
+    set_by: dict[str, list[str]] = {}
+    for key in config_types.KEYS:
+      set_by.setdefault(self._sources[key], []).append(f"{key}={config_types.as_yaml(getattr(self, key))}")
+    rest = set_by.pop(_BASE, [])
+    print("configuration", file=file)
+    for source, values in set_by.items():
+      text = f"{source}: {', '.join(values)}"
+      wrapped = textwrap.wrap(text, 120, initial_indent="  ", subsequent_indent="    ",
+                              break_long_words=False, break_on_hyphens=False)
+      print("\n".join(wrapped), file=file)
+    print(f"  {_BASE}: the other {len(rest)} keys (--help explains them)", file=file)
 
 
 _BASE = "configs/base.yml"

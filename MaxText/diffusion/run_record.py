@@ -71,7 +71,7 @@ def attention_record(pipeline) -> dict[str, Any]:
 
 
 def attention_in_words(record: dict[str, Any]) -> str:
-  """One line about what the last denoising attended to."""
+  """One line about what one denoising attended to, or all of them: means of the shares, and the heads of all."""
   if record["kept_pair_fraction_of_sparse_layers"] is None:
     return f"attention: {record['attention']}, all query-key pairs kept"
   counts = record["routing_counts"]
@@ -198,10 +198,10 @@ class RunRecord:
     if not records:
       return {}
     counts = {kind: sum(record["routing_counts"][kind] for record in records) for kind in ("spatial", "temporal")}
-    shares = {
-      key: float(np.mean([record[key] for record in records])) for key in ("kept_pair_fraction", "executed_tile_fraction")
-    }
-    return {**shares, "routing_counts": counts}
+    names = ("kept_pair_fraction", "kept_pair_fraction_of_sparse_layers", "executed_tile_fraction")
+    shares = {name: [record[name] for record in records] for name in names}
+    means = {name: None if None in values else float(np.mean(values)) for name, values in shares.items()}
+    return {**means, "routing_counts": counts}
 
   def summary(self) -> list[str]:
     """What a person wants to know at the end."""
@@ -214,7 +214,7 @@ class RunRecord:
     if device is not None:
       lines[0] += f", peak device memory {device:.2f} GiB"
     if self.batches:
-      lines.append(attention_in_words(self.batches[-1]["attention"]))
+      lines.append(attention_in_words({"attention": self.config.attention, **self._of_all_batches()}))
     for video in self.videos:
       if "quality" in video:
         lines.append(f"{video['file']} against dense: {quality_in_words(video['quality'])}")

@@ -120,6 +120,16 @@ def test_several_videos_and_seeds_do_not_depend_on_the_batch(tmp_path):
   assert [v["seed"] for v in json.loads((alone / "run.json").read_text())["videos"]] == [0, 1, 0, 1]
 
 
+def test_the_summary_counts_the_heads_of_all_videos(tmp_path, capsys):
+  argv = ["tests/tiny.yml", f"base_output_directory={tmp_path}", "run_name=run", *FLOAT32]
+  assert decode.main([*argv, *small("attention=svg", "num_videos_per_prompt=3")]) == 0
+  batches = json.loads((tmp_path / "run" / "run.json").read_text())["batches"]
+  routed = [batch["attention"]["routing_counts"] for batch in batches]
+  spatial, temporal = (sum(counts[kind] for counts in routed) for kind in ("spatial", "temporal"))
+  assert len(batches) == 3 and spatial + temporal > sum(routed[-1].values())
+  assert f"heads routed: {spatial:,} spatial, {temporal:,} temporal" in "".join(capsys.readouterr())
+
+
 def test_resume_makes_only_what_is_missing(tmp_path):
   folder = run(tmp_path, *small("num_videos_per_prompt=3"))
   assert run(tmp_path, *small("num_videos_per_prompt=3"), status=2)  # never over an existing run

@@ -125,7 +125,9 @@ def test_record_is_json_with_sources(capsys):
   assert record["patch_size"]["value"] == [1, 2, 2] and set(record) == set(config_types.KEYS)
   config.print_config()
   printed = capsys.readouterr().out
-  assert "svg_density = 0.5  ← command line" in printed and "[architecture]" in printed
+  assert "attention=svg, svg_density=0.5\n" in printed and "seed=" not in printed
+  base = sum(entry["source"] == "configs/base.yml" for entry in record.values())
+  assert f"  configs/base.yml: the other {base} keys" in printed
 
 
 def test_fresh_run_names_differ(tmp_path):
@@ -244,6 +246,7 @@ BAD_VALUES = [
     (["attention=svg", "svg_routing=spatial", "svg_num_sampled_queries=8"],
      ["svg_num_sampled_queries", "svg_routing=spatial"]),
     (["attention=svg", "svg_schedule=bold"], ["svg_schedule=bold", "conservative, moderate, aggressive"]),
+    (["attention=svg", "svg_schedule=agressive"], ["did you mean aggressive?"]),
     (["svg_density=0.5"], ["svg_density", "do nothing", "attention=svg"]),
     (["attention=dot_product", "flash_block_q=512"], ["flash_block_q", "do nothing", "attention=flash"]),
     (["compare_dense=true"], ["compare_dense=true", "attention=svg"]),
