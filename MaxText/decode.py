@@ -48,7 +48,7 @@ def main(argv: list[str]) -> None:
   if run.notice:
     reporter.warn(run.notice)
   if words := config.unknown_words():
-    more = f" and {len(words) - 5} more words" if len(words) > 5 else ""
+    more = f" and more ({len(words)} words)" if len(words) > 5 else ""
     reporter.warn(f"these weights were not trained on {', '.join(map(repr, words[:5]))}{more}: the video will show "
                   f"something else; the words they know are in {config.load_parameters_path}/words.txt")
   for line in report.describe(pipeline):

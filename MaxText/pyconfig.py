@@ -153,7 +153,10 @@ class Config(Settings):
     return {key: {"value": values[key], "source": self._sources[key]} for key in values}
 
   def print_config(self, file: Any = None) -> None:
-    """Prints each source and the keys it set; of base.yml, which sets the rest, only how many (run.json holds all)."""
+    """Prints each source and the keys it set; of base.yml, which sets the rest, only how many.
+
+    All values are in the run's folder: run.json of decode, config.json of train.
+    """
     set_by: dict[str, list[str]] = {}
     for key in config_types.KEYS:
       set_by.setdefault(self._sources[key], []).append(f"{key}={config_types.as_yaml(getattr(self, key))}")

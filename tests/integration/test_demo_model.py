@@ -34,6 +34,15 @@ def test_words_it_does_not_know():
   assert unknown("a dog runs over a beige beach, a Dog") == ["dog", "runs", "beach"]
 
 
+@pytest.mark.parametrize(("prompt", "said"), [
+  ("a dog grows", "not trained on 'dog': the video"),
+  ("one of ever so many words", "not trained on 'one', 'of', 'ever', 'so', 'many' and more (6 words): the video"),
+])
+def test_warns_of_words_it_does_not_know(prompt, said, capsys):
+  assert decode.main(["configs/video.yml", f"prompt={prompt}", "dry_run=true"]) == 0
+  assert said in "".join(capsys.readouterr())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", ["flash", "svg"])
 def test_first_video_shows_its_prompt(tmp_path, attention):
